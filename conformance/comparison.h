@@ -1,0 +1,63 @@
+#pragma once
+// Holds a subject's step to a reference's: pairs the tensors, reassembles shards, applies the rule,
+// and says where they differ. Knows nothing of FSDP.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "conformance/verdict.h"
+#include "reference/scenario.h"
+#include "reference/trace.h"
+
+namespace shardproof {
+
+/// Distance between two values of the same floating dtype in units in the last place: the number of
+/// representable values from one to the other; 0 for equal bits; +0 and -0 are 1 apart; the largest
+/// number if exactly one is NaN.
+std::uint64_t ulp_distance(double a, double b, at::ScalarType dtype);
+
+/// What `compare_step` holds the subject to.
+struct Expectation {
+  std::string reference;  // "replay", "python", "whole", "float64"
+  const StepTrace* want = nullptr;
+  /// Bounded only ("whole", "float64"), and required there: the same step by the trusted
+  /// single-device run (the replay, whose sums are as long as the subject's) and in float64, both
+  /// from `start`, the whole state in which the subject began the step. The bounds follow from
+  /// their distance and the optimizer's formula; see tolerance.h.
+  const StepTrace* trusted = nullptr;
+  const StepTrace* float64 = nullptr;
+  const TrainingState* start = nullptr;
+  /// The state that all of them started the step from; nullptr for the first step of a run whose
+  /// optimizer has no state yet.
+  const TrainingState* before = nullptr;
+};
+
+/// Compares every tensor of the expectation with the subject's, every rank's own copy or piece, and
+/// returns a verdict for each, in the subject's execution order. A tensor that is missing on either
+/// side, has another shape or dtype, or whose pieces do not tile it is a failed verdict with a
+/// message. The rule comes from tolerance.h.
+std::vector<Verdict> compare_step(const Scenario& scenario, const StepTrace& subject,
+                                  const Expectation& expectation);
+
+/// The first failed verdict in execution order: the earliest step, then the order of quantities in
+/// a step, then the order in the trace. nullptr if none failed.
+const Verdict* first_divergence(const std::vector<Verdict>& verdicts);
+
+/// Guards: did the run train, and were the checks able to see anything? Fed with each step of the
+/// subject; the verdicts come at the end: losses are finite and moved; no parameter's gradient was
+/// zero in every step; parameters moved; clipping bit at least once if it was asked for; every rank
+/// had its own data (losses differ over ranks); every quantity was compared at every step.
+class TrainingGuards {
+ public:
+  explicit TrainingGuards(const Scenario& scenario);
+  ~TrainingGuards();
+  void observe(const StepTrace& subject);
+  std::vector<Verdict> verdicts() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,299 @@
+#include "conformance/fsdp_subject.h"
+
+#include <fsdp/fully_shard.h>
+#include <fsdp/process_group.h>
+#include <torch/optim.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "reference/data.h"
+#include "reference/models.h"
+
+namespace shardproof {
+namespace {
+
+/// Thrown on the rank threads when the reader wants no more.
+struct Stopped : std::exception {
+  const char* what() const noexcept override { return "the reader stopped"; }
+};
+
+/// What one rank contributes to a step: tensors with one piece each, in execution order, the same
+/// on every rank.
+using RankTrace = std::vector<TraceTensor>;
+
+/// Joins the ranks' contributions into step traces and hands them over, a few steps at a time.
+class Collector {
+ public:
+  Collector(int world_size, int steps_ahead) : world_size_(world_size), steps_ahead_(steps_ahead) {}
+
+  void put(int rank, int step, RankTrace trace) {
+    std::unique_lock lock(mutex_);
+    auto& pending = pending_[step];
+    pending.resize(world_size_);
+    pending[rank] = std::move(trace);
+    if (std::all_of(pending.begin(), pending.end(),
+                    [](const auto& each) { return !each.empty(); })) {
+      ready_.push_back(join(step, pending));
+      pending_.erase(step);
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return stopped_ || step < taken_ + steps_ahead_; });
+    if (stopped_) {
+      throw Stopped();
+    }
+  }
+
+  std::optional<StepTrace> take() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !ready_.empty() || ended_; });
+    if (ready_.empty()) {
+      if (error_) {
+        std::rethrow_exception(error_);
+      }
+      return std::nullopt;
+    }
+    auto trace = std::move(ready_.front());
+    ready_.pop_front();
+    ++taken_;
+    changed_.notify_all();
+    return trace;
+  }
+
+  void stop() {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    changed_.notify_all();
+  }
+
+  void end(std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    error_ = std::move(error);
+    changed_.notify_all();
+  }
+
+ private:
+  static StepTrace join(int step, std::vector<RankTrace>& ranks) {
+    StepTrace trace;
+    trace.step = step;
+    trace.tensors = std::move(ranks.front());
+    for (std::size_t rank = 1; rank < ranks.size(); ++rank) {
+      for (std::size_t i = 0; i < trace.tensors.size(); ++i) {
+        trace.tensors[i].pieces.push_back(std::move(ranks[rank][i].pieces.front()));
+      }
+    }
+    return trace;
+  }
+
+  const int world_size_;
+  const int steps_ahead_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int, std::vector<RankTrace>> pending_;
+  std::deque<StepTrace> ready_;
+  int taken_ = 0;
+  bool stopped_ = false;
+  bool ended_ = false;
+  std::exception_ptr error_;
+};
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerSpec& spec,
+                                                        std::vector<torch::Tensor> parameters) {
+  if (spec.kind == "sgd") {
+    return std::make_unique<torch::optim::SGD>(
+        std::move(parameters),
+        torch::optim::SGDOptions(spec.lr).momentum(spec.momentum).weight_decay(spec.weight_decay));
+  }
+  return std::make_unique<torch::optim::AdamW>(std::move(parameters),
+                                               torch::optim::AdamWOptions(spec.lr)
+                                                   .betas({spec.beta1, spec.beta2})
+                                                   .eps(spec.eps)
+                                                   .weight_decay(spec.weight_decay));
+}
+
+/// One rank's training run.
+class RankTrainer {
+ public:
+  RankTrainer(const Scenario& scenario, const std::map<std::string, torch::Tensor>& initial,
+              const FsdpSubject::Options& options, fsdp::RankContext& context)
+      : scenario_(scenario),
+        options_(options),
+        rank_(context.rank),
+        data_(scenario),
+        model_(make_model(scenario)) {
+    load_parameters(*model_, initial);
+    if (scenario.wrap == "layer") {
+      for (const auto& layer : model_->layers()) {
+        fsdp::fully_shard(layer.module, {context.process_group});
+      }
+    }
+    fsdp::fully_shard(model_, {context.process_group});
+    optimizer_ = make_optimizer(scenario.optimizer, model_->parameters());
+    record_outputs(model_, [this](const std::string& name, const torch::Tensor& output) {
+      add(Quantity::output, name + "@m" + std::to_string(micro_batch_), output.sizes().vec(),
+          Placement::per_rank, 0, output);
+    });
+    if (options.in_forward) {
+      record_outputs(model_, [this](const std::string&, const torch::Tensor&) {
+        options_.in_forward(rank_, step_);
+      });
+    }
+    if (options.fault != nullptr) {
+      fault_ = options.fault->make_observer(scenario, rank_);
+    }
+  }
+
+  RankTrace step(int step) {
+    step_ = step;
+    trace_.clear();
+    if (options_.before_step) {
+      options_.before_step(rank_, step);
+    }
+    if (fault_) {
+      fault_->begin_step(step);
+    }
+    const fsdp::ObserverScope scope(fault_.get());
+    optimizer_->zero_grad();
+    forward_and_backward();
+    const auto placements = fsdp::shard_placements(*model_);
+    // Backward runs from the last layer to the first.
+    const auto add_gradients = [&](Quantity quantity) {
+      for (auto placement = placements.rbegin(); placement != placements.rend(); ++placement) {
+        add_shard(quantity, placement->name, *placement, placement->parameter.grad());
+      }
+    };
+    add_gradients(Quantity::gradient);
+    const auto norm = scenario_.max_norm > 0 ? fsdp::clip_grad_norm_(*model_, scenario_.max_norm)
+                                             : fsdp::grad_norm(*model_);
+    add(Quantity::total_norm, "total_norm", {}, Placement::replicated, 0, norm);
+    add_gradients(Quantity::clipped_gradient);
+    optimizer_->step();
+    for (const auto& placement : placements) {
+      add_shard(Quantity::parameter, placement.name, placement, placement.parameter);
+    }
+    for (const auto& placement : placements) {
+      add_optimizer_state(placement);
+    }
+    return std::move(trace_);
+  }
+
+ private:
+  void forward_and_backward() {
+    std::vector<torch::Tensor> losses;
+    for (micro_batch_ = 0; micro_batch_ < scenario_.micro_batches; ++micro_batch_) {
+      const auto batch = data_.batch(step_, micro_batch_, rank_);
+      const auto loss = model_->loss(model_(batch.input), batch.target);
+      losses.push_back(loss.detach());
+      (scenario_.micro_batches > 1 ? loss / scenario_.micro_batches : loss).backward();
+    }
+    add(Quantity::loss, "loss", {scenario_.micro_batches}, Placement::per_rank, 0,
+        torch::stack(losses));
+  }
+
+  void add(Quantity quantity, std::string name, std::vector<std::int64_t> shape,
+           Placement placement, std::int64_t offset, const torch::Tensor& values) {
+    TraceTensor tensor;
+    tensor.quantity = quantity;
+    tensor.name = std::move(name);
+    tensor.shape = std::move(shape);
+    tensor.placement = placement;
+    tensor.pieces.push_back(
+        {rank_, offset, values.detach().cpu().clone(torch::MemoryFormat::Contiguous)});
+    trace_.push_back(std::move(tensor));
+  }
+
+  void add_shard(Quantity quantity, std::string name, const fsdp::ShardPlacement& placement,
+                 const torch::Tensor& values) {
+    add(quantity, std::move(name), placement.sizes, Placement::sharded, placement.begin, values);
+  }
+
+  void add_optimizer_state(const fsdp::ShardPlacement& placement) {
+    const auto found = optimizer_->state().find(placement.parameter.unsafeGetTensorImpl());
+    if (found == optimizer_->state().end()) {
+      return;
+    }
+    const auto add_part = [&](const char* kind, const torch::Tensor& values) {
+      if (values.defined()) {
+        add_shard(Quantity::optimizer_state, std::string(kind) + "/" + placement.name, placement,
+                  values);
+      }
+    };
+    if (scenario_.optimizer.kind == "adamw") {
+      const auto& state = static_cast<torch::optim::AdamWParamState&>(*found->second);
+      add_part("exp_avg", state.exp_avg());
+      add_part("exp_avg_sq", state.exp_avg_sq());
+    } else {
+      add_part("momentum_buffer",
+               static_cast<torch::optim::SGDParamState&>(*found->second).momentum_buffer());
+    }
+  }
+
+  const Scenario& scenario_;
+  const FsdpSubject::Options& options_;
+  const int rank_;
+  Dataset data_;
+  Model model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::unique_ptr<StepObserver> fault_;
+  int step_ = 0;
+  int micro_batch_ = 0;
+  RankTrace trace_;
+};
+
+}  // namespace
+
+struct FsdpSubject::Impl {
+  Impl(const Scenario& run_scenario, std::map<std::string, torch::Tensor> run_initial,
+       Options run_options)
+      : scenario(run_scenario),
+        initial(std::move(run_initial)),
+        options(std::move(run_options)),
+        collector(scenario.world_size, options.steps_ahead),
+        thread([this] { run(); }) {}
+
+  void run() {
+    std::exception_ptr error;
+    try {
+      fsdp::RunRanksOptions run_options;
+      run_options.group.timeout = options.timeout;
+      run_options.seed = scenario.seed;
+      fsdp::run_ranks(
+          scenario.world_size,
+          [this](fsdp::RankContext& context) {
+            RankTrainer trainer(scenario, initial, options, context);
+            for (int step = 0; step < scenario.steps; ++step) {
+              collector.put(context.rank, step, trainer.step(step));
+            }
+          },
+          run_options);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    collector.end(error);
+  }
+
+  const Scenario scenario;
+  const std::map<std::string, torch::Tensor> initial;
+  const Options options;
+  Collector collector;
+  std::thread thread;
+};
+
+FsdpSubject::FsdpSubject(const Scenario& scenario, std::map<std::string, torch::Tensor> initial,
+                         Options options)
+    : impl_(std::make_unique<Impl>(scenario, std::move(initial), std::move(options))) {}
+
+FsdpSubject::~FsdpSubject() {
+  impl_->collector.stop();
+  impl_->thread.join();
+}
+
+std::optional<StepTrace> FsdpSubject::next() {
+  return impl_->collector.take();
+}
+
+}  // namespace shardproof

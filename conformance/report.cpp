@@ -1,0 +1,404 @@
+#include "conformance/report.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <system_error>
+
+#include "conformance/trace_io.h"
+
+namespace shardproof {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr std::uint64_t kFurthest = std::numeric_limits<std::uint64_t>::max();
+constexpr std::string_view kSummaryFormat = "shardproof.summary/1";
+// Of any version: an old report of ours may be replaced by a new one.
+constexpr std::string_view kSummaryFamily = "shardproof.summary/";
+
+/// 3301888 as "3,301,888".
+std::string grouped(std::int64_t number) {
+  std::string text = std::to_string(number);
+  for (auto at = static_cast<std::int64_t>(text.size()) - 3; at > 0; at -= 3) {
+    text.insert(static_cast<std::size_t>(at), ",");
+  }
+  return text;
+}
+
+std::string worst_of(const SummaryRow& row) {
+  if (row.rule == RuleKind::bounded) {
+    return fmt::format("{:.2g} of bound", row.worst_ratio);
+  }
+  return row.worst_ulp == kFurthest ? std::string("NaN") : fmt::format("{} ULP", row.worst_ulp);
+}
+
+std::string verdict_of(const SummaryRow& row) {
+  return row.failed == 0 ? std::string("passed") : fmt::format("FAILED {}", grouped(row.failed));
+}
+
+// ---- The table ----------------------------------------------------------------------------------
+
+constexpr std::size_t kColumns = 7;
+using Line = std::array<std::string, kColumns>;
+constexpr std::array<bool, kColumns> kAlignsRight = {false, false, true, true, false, true, false};
+
+void print_lines(std::ostream& out, const std::vector<Line>& lines) {
+  std::array<std::size_t, kColumns> widths{};
+  for (const Line& line : lines) {
+    for (std::size_t i = 0; i < kColumns; ++i) {
+      widths[i] = std::max(widths[i], line[i].size());
+    }
+  }
+  for (std::size_t row = 0; row < lines.size(); ++row) {
+    std::string text;
+    for (std::size_t i = 0; i < kColumns; ++i) {
+      text += kAlignsRight[i] ? fmt::format("{:>{}}  ", lines[row][i], widths[i])
+                              : fmt::format("{:<{}}  ", lines[row][i], widths[i]);
+    }
+    text.erase(text.find_last_not_of(' ') + 1);
+    out << text << '\n';
+    if (row == 0) {
+      out << std::string(text.size(), '-') << '\n';
+    }
+  }
+}
+
+void print_rows(std::ostream& out, const RunSummary& summary) {
+  std::vector<Line> lines = {
+      {"reference", "quantity", "tensors", "elements", "rule", "worst", "verdict"}};
+  for (const SummaryRow& row : summary.rows) {
+    lines.push_back({row.reference, row.quantity, grouped(row.tensors), grouped(row.elements),
+                     std::string(to_string(row.rule)), worst_of(row), verdict_of(row)});
+  }
+  print_lines(out, lines);
+}
+
+void print_guards(std::ostream& out, const std::vector<Verdict>& guards) {
+  if (guards.empty()) {
+    return;
+  }
+  const auto count = [&](Outcome outcome) {
+    return std::count_if(guards.begin(), guards.end(),
+                         [&](const Verdict& guard) { return guard.outcome == outcome; });
+  };
+  out << fmt::format("guards: {} passed", count(Outcome::passed));
+  if (const auto skipped = count(Outcome::not_applicable); skipped > 0) {
+    out << fmt::format(", {} not applicable", skipped);
+  }
+  out << fmt::format(", {} failed\n", count(Outcome::failed));
+  for (const Verdict& guard : guards) {
+    if (guard.outcome == Outcome::failed) {
+      out << fmt::format("  FAILED {}: {}\n", guard.name, guard.message);
+    }
+  }
+}
+
+std::string ulp_text(const Verdict& verdict) {
+  return verdict.ulp == kFurthest ? std::string("a NaN against a number")
+                                  : fmt::format("{} ULP", verdict.ulp);
+}
+
+void print_divergence(std::ostream& out, const Verdict& verdict) {
+  const auto line = [&](std::string_view label, const std::string& text) {
+    out << fmt::format("  {:<9} {}\n", label, text);
+  };
+  out << "\nFirst divergence\n";
+  line("check", verdict.check);
+  line("where",
+       fmt::format("step {}, {} \"{}\"", verdict.step, to_string(verdict.quantity), verdict.name));
+  if (verdict.element >= 0) {
+    if (verdict.rank != kNoRank) {
+      line("rank", std::to_string(verdict.rank));
+    }
+    line("element", fmt::format("{}, index [{}]", verdict.element, fmt::join(verdict.index, ", ")));
+    line("got", spell_value(verdict.got));
+    line("want", spell_value(verdict.want));
+    line("distance", ulp_text(verdict));
+    line("allowed", verdict.rule == RuleKind::exact
+                        ? std::string("0 ULP")
+                        : fmt::format("{:.3g}; {:.3g} x as much was seen", verdict.allowed,
+                                      verdict.worst_ratio));
+    line("extent", fmt::format("{} of {} elements are outside the rule", grouped(verdict.differing),
+                               grouped(verdict.elements)));
+  }
+  line("rule", fmt::format("{}, held to {}: {}", to_string(verdict.rule), verdict.reference,
+                           verdict.rule_source));
+  if (!verdict.message.empty()) {
+    line("note", verdict.message);
+  }
+}
+
+std::string last_line(const RunSummary& summary) {
+  std::int64_t tensors = 0;
+  std::int64_t failed = 0;
+  for (const SummaryRow& row : summary.rows) {
+    tensors += row.tensors;
+    failed += row.failed;
+  }
+  const std::string subject =
+      dotted_name(summary.scenario) +
+      (summary.fault.empty() ? "" : fmt::format(" with fault {}", summary.fault));
+  switch (summary.outcome) {
+    case Outcome::passed:
+      return fmt::format("PASSED {}: {} checks in {:.1f} s", subject, grouped(tensors),
+                         summary.seconds);
+    case Outcome::not_applicable:
+      return fmt::format("NOT APPLICABLE {}", subject);
+    case Outcome::failed:
+      break;
+  }
+  std::string reason = fmt::format("{} of {} checks failed", grouped(failed), grouped(tensors));
+  if (summary.has_divergence) {
+    const Verdict& first = summary.first_divergence;
+    reason += first.rule == RuleKind::guard
+                  ? fmt::format(", first guard {}", first.name)
+                  : fmt::format(", first {} \"{}\" at step {}", to_string(first.quantity),
+                                first.name, first.step);
+  } else if (failed == 0) {
+    reason = "a guard failed";
+  }
+  return fmt::format("FAILED {}: {}", subject, reason);
+}
+
+// ---- JSON ---------------------------------------------------------------------------------------
+
+json number(double value) {
+  if (std::isfinite(value)) {
+    return value;
+  }
+  return std::isnan(value) ? "nan" : (value > 0 ? "inf" : "-inf");
+}
+
+json row_json(const SummaryRow& row) {
+  return {{"reference", row.reference},
+          {"quantity", row.quantity},
+          {"tensors", row.tensors},
+          {"elements", row.elements},
+          {"rule", to_string(row.rule)},
+          {"worst_ulp", row.worst_ulp},
+          {"worst_ratio", number(row.worst_ratio)},
+          {"failed", row.failed}};
+}
+
+json summary_json(const RunSummary& summary) {
+  json rows = json::array();
+  for (const SummaryRow& row : summary.rows) {
+    rows.push_back(row_json(row));
+  }
+  json guards = json::array();
+  for (const Verdict& guard : summary.guards) {
+    guards.push_back(to_json(guard));
+  }
+  return {{"format", kSummaryFormat},
+          {"name", dotted_name(summary.scenario)},
+          {"scenario", to_json(summary.scenario)},
+          {"fault", summary.fault},
+          {"outcome", to_string(summary.outcome)},
+          {"seconds", number(summary.seconds)},
+          {"rows", std::move(rows)},
+          {"guards", std::move(guards)},
+          {"first_divergence", summary.has_divergence ? to_json(summary.first_divergence) : json()},
+          {"notes", summary.notes},
+          {"environment", summary.environment == nullptr ? json::object() : *summary.environment}};
+}
+
+/// Text that may stem from file names and other programs, so not all of it need be UTF-8.
+std::string dump(const json& value, int indent) {
+  return value.dump(indent, ' ', false, json::error_handler_t::replace);
+}
+
+// ---- The folder ---------------------------------------------------------------------------------
+
+[[noreturn]] void fail(const fs::path& path, const std::string& what) {
+  throw FileError(fmt::format("{}: {}", path.string(), what));
+}
+
+/// Without a trailing slash or links, so that it can be renamed.
+fs::path plain_path(const fs::path& folder) {
+  std::error_code error;
+  fs::path path = fs::weakly_canonical(fs::absolute(folder), error);
+  if (error) {
+    fail(folder, "is no usable path: " + error.message());
+  }
+  if (!path.has_filename()) {
+    path = path.parent_path();
+  }
+  if (!path.has_filename()) {
+    fail(folder, "is the root of the file system, not a folder for a report");
+  }
+  return path;
+}
+
+bool is_our_report(const fs::path& folder) {
+  std::ifstream file(folder / "summary.json");
+  const json summary = json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!summary.is_object() || !summary.contains("format") || !summary["format"].is_string()) {
+    return false;
+  }
+  return summary["format"].get<std::string>().starts_with(kSummaryFamily);
+}
+
+/// Throws unless nothing is lost when the folder is replaced.
+void check_replaceable(const fs::path& folder) {
+  std::error_code error;
+  const fs::file_status status = fs::symlink_status(folder, error);
+  if (!fs::exists(status)) {
+    return;
+  }
+  if (!fs::is_directory(status)) {
+    fail(folder, "exists and is not a folder; name another one for the report");
+  }
+  if (!fs::is_empty(folder, error) && !is_our_report(folder)) {
+    fail(folder,
+         "exists and is no report of this program (it has no summary.json of the format "
+         "shardproof.summary), so it is not replaced; remove it or name another folder");
+  }
+}
+
+fs::path hidden_beside(const fs::path& folder, std::string_view what) {
+  return folder.parent_path() /
+         fmt::format(".{}.{}-{}", folder.filename().string(), what, ::getpid());
+}
+
+/// Puts `fresh` where `folder` is. If that fails, `folder` is as it was.
+void replace_folder(const fs::path& fresh, const fs::path& folder) {
+  const fs::path old = hidden_beside(folder, "old");
+  std::error_code error;
+  const bool had_old = fs::exists(folder, error);
+  if (had_old) {
+    fs::rename(folder, old, error);
+  }
+  if (!error) {
+    fs::rename(fresh, folder, error);
+    if (error && had_old) {
+      std::error_code ignored;
+      fs::rename(old, folder, ignored);
+    }
+  }
+  if (error) {
+    fail(folder, "cannot be replaced: " + error.message());
+  }
+  if (had_old) {
+    fs::remove_all(old, error);
+  }
+}
+
+}  // namespace
+
+std::string spell_value(double value) {
+  const bool is_float32 = static_cast<double>(static_cast<float>(value)) == value;
+  return fmt::format("{:.{}g} ({:a})", value, is_float32 ? 9 : 17, value);
+}
+
+std::vector<SummaryRow> summarise(const std::vector<Verdict>& verdicts) {
+  // References in the order in which they come up, quantities in the order of a step.
+  std::vector<std::string> references;
+  std::map<std::pair<std::size_t, Quantity>, SummaryRow> rows;
+  for (const Verdict& verdict : verdicts) {
+    if (verdict.rule == RuleKind::guard) {
+      continue;
+    }
+    const auto found = std::find(references.begin(), references.end(), verdict.reference);
+    const auto place = static_cast<std::size_t>(found - references.begin());
+    if (found == references.end()) {
+      references.push_back(verdict.reference);
+    }
+    SummaryRow& row = rows[{place, verdict.quantity}];
+    row.reference = verdict.reference;
+    row.quantity = to_string(verdict.quantity);
+    row.rule = verdict.rule;
+    row.tensors += 1;
+    row.elements += verdict.elements;
+    row.worst_ulp = std::max(row.worst_ulp, verdict.ulp);
+    row.worst_ratio = std::max(row.worst_ratio, verdict.worst_ratio);
+    row.failed += verdict.outcome == Outcome::failed ? 1 : 0;
+  }
+  std::vector<SummaryRow> result;
+  for (auto& [key, row] : rows) {
+    result.push_back(std::move(row));
+  }
+  return result;
+}
+
+void print_table(std::ostream& out, const RunSummary& summary) {
+  print_rows(out, summary);
+  print_guards(out, summary.guards);
+  for (const std::string& note : summary.notes) {
+    out << "note: " << note << '\n';
+  }
+  if (summary.has_divergence) {
+    print_divergence(out, summary.first_divergence);
+  }
+  out << '\n' << last_line(summary) << '\n';
+}
+
+ReportWriter::ReportWriter(fs::path folder)
+    : folder_(plain_path(folder)), partial_(hidden_beside(folder_, "partial")) {
+  check_replaceable(folder_);
+  std::error_code error;
+  fs::remove_all(partial_, error);
+  fs::create_directories(partial_, error);
+  if (error) {
+    fail(folder_, "cannot be written: " + error.message());
+  }
+  results_.open(partial_ / "results.jsonl", std::ios::binary);
+  if (!results_) {
+    fs::remove_all(partial_, error);
+    fail(folder_, "cannot be written");
+  }
+}
+
+ReportWriter::~ReportWriter() {
+  if (!finished_) {
+    results_.close();
+    std::error_code ignored;
+    fs::remove_all(partial_, ignored);
+  }
+}
+
+void ReportWriter::add(const Verdict& verdict) {
+  results_ << dump(to_json(verdict), -1) << '\n';
+  if (!results_) {
+    fail(folder_, "results.jsonl cannot be written: the disk may be full");
+  }
+  if (verdict.rule == RuleKind::guard) {
+    return;
+  }
+  StepCell& cell = cells_[{verdict.reference, verdict.quantity, verdict.step}];
+  cell.reference = verdict.reference;
+  cell.quantity = verdict.quantity;
+  cell.step = verdict.step;
+  cell.rule = verdict.rule;
+  cell.worst_ulp = std::max(cell.worst_ulp, verdict.ulp);
+  cell.worst_ratio = std::max(cell.worst_ratio, verdict.worst_ratio);
+  cell.failed += verdict.outcome == Outcome::failed ? 1 : 0;
+}
+
+void ReportWriter::finish(const RunSummary& summary) {
+  results_.close();
+  if (!results_) {
+    fail(folder_, "results.jsonl cannot be written: the disk may be full");
+  }
+  std::vector<StepCell> cells;
+  for (const auto& [key, cell] : cells_) {
+    cells.push_back(cell);
+  }
+  const std::string html = render_html(summary, cells);
+  const std::string text = dump(summary_json(summary), 2) + "\n";
+  write_file(partial_ / "report.html", {html});
+  write_file(partial_ / "summary.json", {text});
+  check_replaceable(folder_);
+  replace_folder(partial_, folder_);
+  finished_ = true;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,282 @@
+#include "conformance/session.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <future>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "conformance/comparison.h"
+#include "conformance/environment.h"
+#include "conformance/fsdp_subject.h"
+#include "conformance/python_reference.h"
+#include "conformance/trace_io.h"
+#include "reference/models.h"
+#include "reference/trainer.h"
+
+namespace shardproof {
+namespace {
+
+/// A folder for files that are gone when the run ends.
+class ScratchFolder {
+ public:
+  ScratchFolder() {
+    auto pattern = (std::filesystem::temp_directory_path() / "shardproof-XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) {
+      throw FileError(fmt::format(
+          "cannot make a temporary folder like {}: {}; set TMPDIR to a folder that can be written",
+          pattern, std::error_code(errno, std::generic_category()).message()));
+    }
+    path_ = pattern;
+  }
+  ~ScratchFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  ScratchFolder(const ScratchFolder&) = delete;
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+std::map<std::string, torch::Tensor> starting_weights(const SessionOptions& options) {
+  auto weights = options.weights.empty() ? initial_parameters(options.scenario)
+                                         : read_safetensors(options.weights).tensors;
+  // Loading into a model checks names, shapes, dtypes and that every value is finite.
+  try {
+    const auto model = make_model(options.scenario);
+    load_parameters(*model, weights);
+  } catch (const ScenarioError& error) {
+    if (options.weights.empty()) {
+      throw;
+    }
+    throw ScenarioError(fmt::format("{}: {}", options.weights.string(), error.what()));
+  }
+  return weights;
+}
+
+/// The references that a scenario allows, and what each computes at a step.
+class References {
+ public:
+  References(const SessionOptions& options, const std::map<std::string, torch::Tensor>& weights,
+             const std::filesystem::path& scratch, std::vector<std::string>& notes)
+      : scenario_(options.scenario), lockstep_(options.lockstep) {
+    replay_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::replay, weights);
+    if (options.python) {
+      PythonReference::Options python;
+      python.python = options.python_executable;
+      python.work_folder = scratch;
+      python.timeout = options.timeout;
+      python_ = std::make_unique<PythonReference>(scenario_, weights, python);
+    } else {
+      notes.push_back(
+          "python: left out as asked; the C++ replay was not held to an independent reference");
+    }
+    if (scenario_.model.dropout > 0) {
+      notes.push_back(
+          "whole, float64: not applicable, since each rank draws its own dropout masks");
+    } else if (scenario_.dtype == "float64") {
+      notes.push_back(
+          "whole, float64: not applicable, since there is no wider dtype to derive a bound from");
+    } else {
+      whole_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::whole, weights);
+      float64_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::float64, weights);
+    }
+  }
+
+  /// All references train the step, at the same time; then the subject's step is held to each.
+  std::vector<Verdict> judge(const StepTrace& subject, const std::optional<TrainingState>& before) {
+    const int step = subject.step;
+    const bool follow = lockstep_ && before.has_value();
+    const auto train = [&](std::unique_ptr<ReferenceTrainer>& trainer) {
+      return std::async(std::launch::async, [&trainer, &before, follow, step]() -> StepTrace {
+        if (trainer == nullptr) {
+          return {};
+        }
+        if (follow) {
+          trainer->set_state(*before);
+        }
+        return trainer->step(step);
+      });
+    };
+    auto replay = train(replay_);
+    auto whole = train(whole_);
+    auto float64 = train(float64_);
+    auto python = std::async(std::launch::async, [&]() -> StepTrace {
+      return python_ == nullptr ? StepTrace{} : python_->step(step, follow ? &*before : nullptr);
+    });
+    const auto replayed = replay.get();
+    const auto wholed = whole.get();
+    const auto wide = float64.get();
+    const auto pythoned = python.get();
+
+    std::vector<Verdict> verdicts;
+    const auto hold = [&](const char* name, const StepTrace& want) {
+      if (want.tensors.empty()) {
+        return;
+      }
+      Expectation expectation;
+      expectation.reference = name;
+      expectation.want = &want;
+      expectation.trusted = wholed.tensors.empty() ? nullptr : &wholed;
+      expectation.float64 = wide.tensors.empty() ? nullptr : &wide;
+      expectation.before = before.has_value() ? &*before : nullptr;
+      auto more = compare_step(scenario_, subject, expectation);
+      std::move(more.begin(), more.end(), std::back_inserter(verdicts));
+    };
+    hold("replay", replayed);
+    hold("python", pythoned);
+    hold("whole", wholed);
+    hold("float64", wide);
+    return verdicts;
+  }
+
+  void finish() {
+    if (python_) {
+      python_->finish();
+    }
+  }
+
+ private:
+  const Scenario& scenario_;
+  bool lockstep_;
+  std::unique_ptr<ReferenceTrainer> replay_;
+  std::unique_ptr<ReferenceTrainer> whole_;
+  std::unique_ptr<ReferenceTrainer> float64_;
+  std::unique_ptr<PythonReference> python_;
+};
+
+/// How far the subject and the whole batch on one device part when neither is set back: reported,
+/// not judged.
+class FreeRun {
+ public:
+  FreeRun(const Scenario& scenario, const std::map<std::string, torch::Tensor>& weights)
+      : trainer_(scenario, ReferenceMode::whole, weights) {}
+  void step(int step) { last_ = trainer_.step(step); }
+  std::string distance_from(const StepTrace& subject) const {
+    double difference = 0;
+    double size = 0;
+    for (const auto& tensor : subject.tensors) {
+      if (tensor.quantity != Quantity::parameter) {
+        continue;
+      }
+      const auto* want = last_.find(tensor.quantity, tensor.name);
+      if (want == nullptr) {
+        continue;
+      }
+      const auto expected = assemble(*want).to(torch::kDouble);
+      difference += (assemble(tensor).to(torch::kDouble) - expected).square().sum().item<double>();
+      size += expected.square().sum().item<double>();
+    }
+    return fmt::format(
+        "free-running for {} steps, parameters differ from the whole batch on one device by {:.2e} "
+        "of their norm "
+        "(reported, not judged)",
+        subject.step + 1, std::sqrt(difference / size));
+  }
+
+ private:
+  ReferenceTrainer trainer_;
+  StepTrace last_;
+};
+
+void refuse_non_finite_losses(const StepTrace& subject) {
+  for (const auto& tensor : subject.tensors) {
+    if (tensor.quantity != Quantity::loss) {
+      continue;
+    }
+    for (const auto& piece : tensor.pieces) {
+      if (!torch::isfinite(piece.values).all().item<bool>()) {
+        throw fsdp::NonFiniteError(
+            fmt::format("rank {}: the loss of step {} is {}; wanted: a finite number. Lower the "
+                        "learning rate (--lr), or look "
+                        "at the initial weights",
+                        piece.rank, subject.step, piece.values[0].item<double>()));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+RunSummary run_session(const SessionOptions& options) {
+  const auto started = std::chrono::steady_clock::now();
+  validate(options.scenario);
+  RunSummary summary;
+  summary.scenario = options.scenario;
+  summary.environment = describe_environment();
+  summary.fault = options.fault == nullptr ? "" : options.fault->name;
+
+  std::optional<ReportWriter> report;
+  if (!options.report.empty()) {
+    report.emplace(options.report);
+  }
+  const ScratchFolder scratch;
+  const auto weights = starting_weights(options);
+  References references(options, weights, scratch.path(), summary.notes);
+  std::optional<FreeRun> free_run;
+  if (options.lockstep && options.fault == nullptr && options.scenario.model.dropout == 0) {
+    free_run.emplace(options.scenario, weights);
+  }
+  FsdpSubject::Options subject_options;
+  subject_options.fault = options.fault;
+  subject_options.timeout = options.timeout;
+  FsdpSubject subject(options.scenario, weights, subject_options);
+  TrainingGuards guards(options.scenario);
+
+  std::vector<Verdict> verdicts;
+  std::optional<TrainingState> before;
+  std::int64_t failed = 0;
+  while (auto trace = subject.next()) {
+    refuse_non_finite_losses(*trace);
+    auto free_step = std::async(std::launch::async, [&] {
+      if (free_run) {
+        free_run->step(trace->step);
+      }
+    });
+    auto judged = references.judge(*trace, before);
+    free_step.get();
+    guards.observe(*trace);
+    for (auto& verdict : judged) {
+      failed += verdict.outcome == Outcome::failed;
+      if (report) {
+        report->add(verdict);
+      }
+      verdicts.push_back(std::move(verdict));
+    }
+    if (options.progress) {
+      options.progress(trace->step, options.scenario.steps, failed);
+    }
+    if (free_run && trace->step + 1 == options.scenario.steps) {
+      summary.notes.push_back(free_run->distance_from(*trace));
+    }
+    before = state_after(*trace);
+  }
+  references.finish();
+
+  summary.guards = guards.verdicts();
+  for (const auto& guard : summary.guards) {
+    failed += guard.outcome == Outcome::failed;
+    if (report) {
+      report->add(guard);
+    }
+  }
+  summary.rows = summarise(verdicts);
+  if (const auto* first = first_divergence(verdicts)) {
+    summary.has_divergence = true;
+    summary.first_divergence = *first;
+  }
+  summary.outcome = failed > 0 ? Outcome::failed : Outcome::passed;
+  summary.seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  if (report) {
+    report->finish(summary);
+  }
+  return summary;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,290 @@
+// The shardproof command.
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "conformance/default_corpus.h"
+#include "conformance/environment.h"
+#include "conformance/exit_codes.h"
+#include "conformance/python_reference.h"
+#include "conformance/session.h"
+#include "conformance/trace_io.h"
+#include "fault_injection/catalogue.h"
+#include "fsdp/errors.h"
+
+namespace shardproof {
+namespace {
+
+constexpr const char* kExamples = R"(
+Examples:
+  shardproof run                                 the main job: a transformer on real text, 4 ranks, 20 steps
+  shardproof run --world 8 --optimizer sgd --momentum 0.9
+  shardproof run --corpus book.txt --report out  your own text; results in out/
+  shardproof run --fault flipped_bit             a planted fault: ends 1 and names the place
+  shardproof run --scenario scenario.json        everything from a file; options change single fields
+
+Exit codes: 0 all checks held; 1 a check failed; 2 wrong usage or input; 70 the harness itself broke; 124 timed out.
+)";
+
+struct RunArguments {
+  std::string scenario_file;
+  std::vector<std::string> corpus;
+  std::string weights;
+  std::string report;
+  std::string fault;
+  std::string python;
+  bool no_python = false;
+  bool free_running = false;
+  bool print_scenario = false;
+  bool quiet = false;
+  int timeout = 300;
+};
+
+/// Adds an option that changes one field of the scenario. What is given on the command line wins
+/// over --scenario, whichever comes first, so the changes are applied after the file is read.
+class ScenarioOptions {
+ public:
+  explicit ScenarioOptions(CLI::App& app) : app_(app) {}
+
+  template <typename T>
+  void add(const std::string& names, T Scenario::*field, const std::string& help) {
+    add_with(
+        names, [field](Scenario& scenario) -> T& { return scenario.*field; }, help);
+  }
+  template <typename Access>
+  void add_with(const std::string& names, Access access, const std::string& help) {
+    using T = std::remove_reference_t<decltype(access(defaults_))>;
+    auto value = std::make_shared<T>(access(defaults_));
+    auto* option = app_.add_option(names, *value, help)->group("Scenario");
+    if constexpr (!std::is_same_v<T, std::vector<std::int64_t>>) {
+      option->capture_default_str();
+    }
+    changes_.push_back([option, value, access](Scenario& scenario) {
+      if (option->count() > 0) {
+        access(scenario) = *value;
+      }
+    });
+  }
+  void apply(Scenario& scenario) const {
+    for (const auto& change : changes_) {
+      change(scenario);
+    }
+  }
+
+ private:
+  CLI::App& app_;
+  Scenario defaults_;
+  std::vector<std::function<void(Scenario&)>> changes_;
+};
+
+void add_scenario_options(ScenarioOptions& options) {
+  options.add_with(
+      "--model", [](Scenario& s) -> std::string& { return s.model.kind; }, "transformer or mlp");
+  options.add_with(
+      "--layers", [](Scenario& s) -> std::int64_t& { return s.model.layers; },
+      "transformer: blocks");
+  options.add_with(
+      "--width", [](Scenario& s) -> std::int64_t& { return s.model.width; }, "transformer: width");
+  options.add_with(
+      "--heads", [](Scenario& s) -> std::int64_t& { return s.model.heads; },
+      "transformer: attention heads; divides the width");
+  options.add_with(
+      "--context", [](Scenario& s) -> std::int64_t& { return s.model.context; },
+      "transformer: tokens in a sample");
+  options.add_with(
+      "--vocabulary", [](Scenario& s) -> std::int64_t& { return s.model.vocabulary; },
+      "transformer: token values; at least 256 for text");
+  options.add_with(
+      "--sizes", [](Scenario& s) -> std::vector<std::int64_t>& { return s.model.sizes; },
+      "mlp: layer sizes from input to output");
+  options.add_with(
+      "--dropout", [](Scenario& s) -> double& { return s.model.dropout; },
+      "probability that an element is dropped");
+  options.add_with(
+      "--data", [](Scenario& s) -> std::string& { return s.data.kind; },
+      "bytes (of the corpus) or synthetic");
+  options.add_with(
+      "--optimizer", [](Scenario& s) -> std::string& { return s.optimizer.kind; }, "adamw or sgd");
+  options.add_with(
+      "--lr", [](Scenario& s) -> double& { return s.optimizer.lr; }, "learning rate");
+  options.add_with(
+      "--momentum", [](Scenario& s) -> double& { return s.optimizer.momentum; }, "sgd: momentum");
+  options.add_with(
+      "--beta1", [](Scenario& s) -> double& { return s.optimizer.beta1; }, "adamw");
+  options.add_with(
+      "--beta2", [](Scenario& s) -> double& { return s.optimizer.beta2; }, "adamw");
+  options.add_with(
+      "--eps", [](Scenario& s) -> double& { return s.optimizer.eps; }, "adamw");
+  options.add_with(
+      "--weight-decay", [](Scenario& s) -> double& { return s.optimizer.weight_decay; },
+      "weight decay");
+  options.add("--seed", &Scenario::seed, "of weights, data and dropout");
+  options.add("--world,--world-size", &Scenario::world_size, "ranks, 1 to 512");
+  options.add("--strategy", &Scenario::strategy, "full_shard");
+  options.add("--wrap", &Scenario::wrap, "layer (each layer is a unit) or model (one unit)");
+  options.add("--dtype", &Scenario::dtype, "float32 or float64");
+  options.add("--max-norm", &Scenario::max_norm, "gradient clipping; 0 for none");
+  options.add("--micro-batches", &Scenario::micro_batches, "gradient accumulation");
+  options.add("--batch", &Scenario::batch, "samples per rank and micro-batch");
+  options.add("--steps", &Scenario::steps, "optimizer steps");
+  options.add("--backend", &Scenario::backend, "in_process");
+  options.add("--device", &Scenario::device, "cpu");
+}
+
+Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& options) {
+  Scenario scenario;
+  if (!arguments.scenario_file.empty()) {
+    scenario = load_scenario(arguments.scenario_file);
+  }
+  options.apply(scenario);
+  if (!arguments.corpus.empty()) {
+    scenario.data.corpus = expand_corpus(arguments.corpus);
+  }
+  // An mlp reads numbers, so text is only the default of the transformer.
+  if (scenario.model.kind == "mlp" && scenario.data.kind == "bytes" && arguments.corpus.empty()) {
+    scenario.data.kind = "synthetic";
+  }
+  if (scenario.data.kind == "bytes" && scenario.data.corpus.empty()) {
+    scenario.data.corpus = default_corpus();
+  }
+  validate(scenario);
+  return scenario;
+}
+
+void print_progress(int step, int steps, std::int64_t failed) {
+  const bool terminal = isatty(STDERR_FILENO) != 0;
+  std::cerr << (terminal ? "\r" : "") << "step " << step + 1 << "/" << steps
+            << (failed == 0 ? ": all checks held" : fmt::format(": {} checks failed", failed))
+            << (terminal && step + 1 < steps ? "   " : "\n") << std::flush;
+}
+
+int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) {
+  SessionOptions options;
+  options.scenario = scenario_of(arguments, scenario_options);
+  if (arguments.print_scenario) {
+    std::cout << to_json(options.scenario).dump(2) << "\n";
+    return kExitHeld;
+  }
+  if (!arguments.fault.empty()) {
+    options.fault = find_fault(arguments.fault);
+    if (options.fault == nullptr) {
+      std::string known;
+      for (const auto& fault : fault_catalogue()) {
+        known += "\n  " + fault.name + ": " + fault.summary;
+      }
+      throw fsdp::UsageError(fmt::format("--fault {}: there is none of that name; wanted one of:{}",
+                                         arguments.fault, known));
+    }
+    const auto site = options.fault->site(options.scenario);
+    std::cerr << fmt::format("planted: {} ({}); it strikes {}{} at step {}, rank {}\n",
+                             options.fault->name, options.fault->summary, to_string(site.quantity),
+                             site.name.empty() ? "" : " of " + site.name, site.step,
+                             site.rank == kNoRank ? std::string("any") : std::to_string(site.rank));
+  }
+  options.weights = arguments.weights;
+  options.report = arguments.report;
+  options.python = !arguments.no_python;
+  options.python_executable = arguments.python;
+  options.lockstep = !arguments.free_running;
+  options.timeout = std::chrono::seconds(arguments.timeout);
+  if (!arguments.quiet) {
+    std::cerr << fmt::format("{}: {} steps on {} ranks, held to a single device\n",
+                             dotted_name(options.scenario), options.scenario.steps,
+                             options.scenario.world_size);
+    options.progress = print_progress;
+  }
+  const auto summary = run_session(options);
+  print_table(std::cout, summary);
+  if (!arguments.report.empty()) {
+    std::cout << "report: " << (std::filesystem::path(arguments.report) / "report.html").string()
+              << "\n";
+  }
+  return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
+}
+
+int complain(int code, const std::string& message) {
+  std::cerr << "shardproof: " << message << "\n";
+  return code;
+}
+
+int command(int argc, char** argv) {
+  CLI::App app("Proves that sharded training equals training on one device.", "shardproof");
+  app.footer(kExamples);
+  app.set_version_flag("--version", SHARDPROOF_VERSION);
+  app.require_subcommand(1);
+  auto* run_command = app.add_subcommand(
+      "run", "Train a scenario sharded and on one device, and compare every tensor of every step");
+  run_command->footer(kExamples);
+  RunArguments arguments;
+  run_command->add_option("--scenario", arguments.scenario_file,
+                          "JSON file (reference/scenario.schema.json)");
+  run_command->add_option(
+      "--corpus", arguments.corpus,
+      "text files, or folders of them; default: this project's own sources and documents");
+  run_command->add_option("--weights", arguments.weights,
+                          "safetensors file to start from; default: made from the seed");
+  run_command->add_option("--report", arguments.report,
+                          "folder for results.jsonl, summary.json and report.html");
+  run_command->add_option("--fault", arguments.fault,
+                          "plant a fault: local_norm_clipping, sum_instead_of_mean, flipped_bit");
+  run_command->add_option(
+      "--python", arguments.python,
+      "interpreter of the Python reference; default: $SHARDPROOF_PYTHON, else python3");
+  run_command->add_flag("--no-python", arguments.no_python, "leave the Python reference out");
+  run_command->add_flag("--free-running", arguments.free_running,
+                        "do not set the references to the subject's state before each step");
+  run_command->add_flag("--print-scenario", arguments.print_scenario,
+                        "print the scenario as JSON and stop");
+  run_command->add_flag("--quiet", arguments.quiet, "no progress");
+  run_command
+      ->add_option("--timeout", arguments.timeout,
+                   "seconds that a collective or a step of the Python reference may take")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 86400));
+  ScenarioOptions scenario_options(*run_command);
+  add_scenario_options(scenario_options);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {
+    return app.exit(success);
+  } catch (const CLI::ParseError& error) {
+    std::cerr << "shardproof: " << error.what() << "; see shardproof "
+              << (run_command->parsed() ? "run --help" : "--help") << "\n";
+    return kExitUsage;
+  }
+  return run(arguments, scenario_options);
+}
+
+}  // namespace
+}  // namespace shardproof
+
+int main(int argc, char** argv) {
+  using namespace shardproof;
+  // Kernels split sums over threads, so the number of threads decides bits: one, for the subject
+  // and for every reference.
+  at::set_num_threads(1);
+  std::signal(SIGPIPE, SIG_IGN);
+  try {
+    return command(argc, argv);
+  } catch (const fsdp::TimeoutError& error) {
+    return complain(kExitTimedOut, error.what());
+  } catch (const fsdp::UsageError& error) {
+    return complain(kExitUsage, error.what());
+  } catch (const fsdp::NonFiniteError& error) {
+    return complain(kExitUsage, error.what());
+  } catch (const FileError& error) {
+    return complain(kExitUsage, error.what());
+  } catch (const std::exception& error) {
+    return complain(kExitBroken, error.what());
+  }
+}

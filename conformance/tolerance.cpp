@@ -1,0 +1,449 @@
+// How much a run may differ from another, and why.
+//
+// Exact. The replay and the Python reference do every operation that sharded training is defined to
+// do, in the same order (reference/README.md); there is nothing to allow.
+//
+// Bounded. The full-batch run and the float64 run compute the same real numbers by other sums. What
+// a correct run may differ by is then a matter of its own rounding errors, and the trusted run
+// shows how large those are: it starts from the same state as the float64 run, so its distance from
+// it is its error, no more and no less. Bounds that follow from the number of terms alone (gamma(n)
+// sum|x|, Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 4.2) are of no use for a
+// whole backward pass: they grow with the product over its layers, and real errors are many
+// thousand times smaller because roundings cancel (Higham and Mary, SIAM J. Sci. Comput. 41, 2019).
+//
+//   gradient     |subject - float64| <= K max( max_j |trusted_j - float64_j|, r rms(terms) ) +
+//   4u|float64_i|
+//
+//     The maximum runs over the elements of the tensor; r is the relative error of all gradients
+//     pooled, so that a tensor of one element, whose error may happen to be nil, is judged by its
+//     peers; the terms are the ranks' own gradients, mean over ranks of |g_r|, because errors are
+//     as large as the terms are, however much these cancel. The subject's errors are sums of as
+//     many roundings of as large terms as the trusted run's, hence of the same distribution. For a
+//     normal distribution the largest of n draws is between 0.7 and 5.3 standard deviations for n
+//     from 1 to 10^7, and its own spread less than one: a factor K of 8 between two such maxima
+//     needs a deviation of more than 5 standard deviations even for n = 1, where r rms stands in
+//     for the standard deviation. Measured shares of the bound are in the table at the end.
+//   mean_loss    K max( |trusted - float64|, r |loss| ) + 8u |loss|: the loss is the forward half
+//   of
+//     the gradients' computation, so its relative error is less than theirs.
+//   total_norm   By the triangle inequality the norm moves by no more than the norm of the
+//   gradients'
+//     error: K sqrt(sum of squares of trusted - float64) + 4u norm.
+//   clipped_gradient  c = min(1, max_norm / (norm + 1e-6)) over the interval of the norm, times the
+//     gradient over its interval: dc (|g| + dg) + c dg + 4u |c g|.
+//   parameter, optimizer_state   One step of the optimizer from the same state is a function of one
+//     number per element, the clipped gradient. Its range over [g - dg, g + dg] is what may be
+//     allowed, plus the roundings of the formula itself, counted one by one:
+//       exp_avg          (1-b1) dg + 4u (b1 |m| + (1-b1)|g|)
+//       exp_avg_sq       (1-b2) (2|g| dg + dg^2) + 6u v'
+//       momentum_buffer  dg + 4u (|mu b| + |g| + |wd p|)
+//       parameter, sgd   lr times the bound of the buffer (or of the gradient), and 2u |p'|
+//       parameter, adamw the update's largest distance from its value at g, over the ends of the
+//                        interval, 0 if it lies inside (at v = 0 the update is a step there), and
+//                        the one point where the update's derivative vanishes, g = (1-b1) v b2 / (m
+//                        b1 (1-b2)); plus 4u |p| + 14u |update| + the error of m' carried through.
+//     In the first steps of AdamW a gradient of the size of its own error allows an update of
+//     either sign, up to 2 lr: nothing sharper is true. Such elements are few, and the exact
+//     references see them.
+//
+// Here u is the sum of the unit roundoffs of the two evaluations compared. Another run than float64
+// is given its own distance from float64 on top, by the triangle inequality (comparison.cpp).
+//
+// What these bounds cannot see: an error below K times the largest rounding error of its tensor,
+// wherever in the tensor it is; one element of AdamW's parameters where the gradient is all
+// rounding.
+
+#include "conformance/tolerance.h"
+
+#include <fmt/format.h>
+
+#include <torch/torch.h>
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+namespace shardproof {
+namespace {
+
+// K above.
+constexpr double kErrorFactor = 8;
+constexpr double kGradientUlps = 4;
+constexpr double kLossUlps = 8;
+constexpr double kNormUlps = 4;
+
+bool is_exact(std::string_view reference) {
+  return reference == "replay" || reference == "python";
+}
+
+at::Tensor as_float64(const at::Tensor& tensor) {
+  return tensor.to(at::kCPU, at::kDouble).contiguous();
+}
+
+/// The tensor of a trace, whole and in float64.
+at::Tensor whole_float64(const StepTrace& trace, Quantity quantity, const std::string& name) {
+  const TraceTensor* found = trace.find(quantity, name);
+  if (found == nullptr) {
+    throw TraceError(fmt::format("step {}: the bound of {} \"{}\" needs a run that has it",
+                                 trace.step, to_string(quantity), name));
+  }
+  return as_float64(assemble(*found));
+}
+
+/// Sums over the elements that are finite in both runs.
+struct ErrorSums {
+  double error_squares = 0;
+  double value_squares = 0;
+  double largest_error = 0;
+  std::int64_t count = 0;
+
+  void operator+=(const ErrorSums& other) {
+    error_squares += other.error_squares;
+    value_squares += other.value_squares;
+    largest_error = std::max(largest_error, other.largest_error);
+    count += other.count;
+  }
+};
+
+ErrorSums error_sums(const at::Tensor& trusted, const at::Tensor& float64) {
+  const at::Tensor seen = as_float64(trusted);
+  const at::Tensor exact = as_float64(float64);
+  if (seen.sizes() != exact.sizes()) {
+    throw TraceError("the trusted run and the float64 run have tensors of different shapes");
+  }
+  const auto* a = seen.const_data_ptr<double>();
+  const auto* b = exact.const_data_ptr<double>();
+  ErrorSums sums;
+  for (std::int64_t i = 0; i < exact.numel(); ++i) {
+    const double error = std::fabs(a[i] - b[i]);
+    if (error <= std::numeric_limits<double>::max()) {  // neither NaN nor infinite
+      sums.error_squares += error * error;
+      sums.value_squares += b[i] * b[i];
+      sums.largest_error = std::max(sums.largest_error, error);
+      ++sums.count;
+    }
+  }
+  return sums;
+}
+
+ErrorSums error_sums(const StepTrace& trusted, const StepTrace& float64, Quantity quantity) {
+  ErrorSums sums;
+  for (const TraceTensor& tensor : float64.tensors) {
+    if (tensor.quantity == quantity) {
+      sums += error_sums(whole_float64(trusted, quantity, tensor.name), assemble(tensor));
+    }
+  }
+  return sums;
+}
+
+double relative(const ErrorSums& sums) {
+  return sums.value_squares > 0 ? std::sqrt(sums.error_squares / sums.value_squares) : 0;
+}
+
+/// Fills a float64 tensor of the shape of `like` with bound(i), in one pass.
+template <typename Bound>
+at::Tensor elementwise(const at::Tensor& like, Bound bound) {
+  at::Tensor result = torch::empty(like.sizes(), torch::kDouble);
+  auto* out = result.mutable_data_ptr<double>();
+  const std::int64_t count = result.numel();
+  for (std::int64_t i = 0; i < count; ++i) {
+    out[i] = bound(i);
+  }
+  return result;
+}
+
+at::Tensor scalar(double value) {
+  return torch::full({}, value, torch::kDouble);
+}
+
+const double* values(const at::Tensor& tensor) {
+  return tensor.const_data_ptr<double>();
+}
+
+/// AdamW's update of one element as a function of its gradient (reference/README.md, "Optimizers").
+/// The parameter becomes decayed - update.
+struct AdamwUpdate {
+  double beta1, beta2, eps;
+  double step_size;     // lr / (1 - beta1^t)
+  double square_scale;  // 1 / (1 - beta2^t)
+
+  AdamwUpdate(const OptimizerSpec& spec, std::int64_t step)
+      : beta1(spec.beta1),
+        beta2(spec.beta2),
+        eps(spec.eps),
+        step_size(spec.lr / (1 - std::pow(spec.beta1, static_cast<double>(step)))),
+        square_scale(1 / (1 - std::pow(spec.beta2, static_cast<double>(step)))) {}
+
+  double denominator(double v, double g) const {
+    return std::sqrt((beta2 * v + (1 - beta2) * g * g) * square_scale) + eps;
+  }
+  double operator()(double m, double v, double g) const {
+    return step_size * (beta1 * m + (1 - beta1) * g) / denominator(v, g);
+  }
+  /// Where the derivative with respect to g vanishes (eps left out: it shifts the point, and next
+  /// to it the function is flat).
+  double turning_point(double m, double v) const {
+    return (1 - beta1) * beta2 * v / (beta1 * m * (1 - beta2));
+  }
+};
+
+}  // namespace
+
+Rule rule_for(const Scenario& /*scenario*/, std::string_view reference, Quantity quantity) {
+  if (is_exact(reference)) {
+    return {RuleKind::exact, "the reference does the same operations in the same order"};
+  }
+  const std::string error = fmt::format(
+      "{} x the trusted run's own rounding error, its distance from float64", kErrorFactor);
+  switch (quantity) {
+    case Quantity::mean_loss:
+    case Quantity::total_norm:
+      return {RuleKind::bounded, error};
+    case Quantity::gradient:
+      return {RuleKind::bounded, error + ", in this tensor"};
+    case Quantity::clipped_gradient:
+      return {RuleKind::bounded, "the bounds of gradient and norm carried through the clip factor"};
+    case Quantity::parameter:
+    case Quantity::optimizer_state:
+      return {RuleKind::bounded,
+              "the bound of the clipped gradient carried through the optimizer's formula"};
+    case Quantity::output:
+    case Quantity::loss:
+      break;
+  }
+  return {RuleKind::exact, "no bound is known for this quantity"};
+}
+
+double unit_roundoff(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 0x1p-53;
+    case at::kFloat:
+      return 0x1p-24;
+    case at::kHalf:
+      return 0x1p-11;
+    case at::kBFloat16:
+      return 0x1p-8;
+    default:
+      throw std::invalid_argument(
+          fmt::format("unit_roundoff: {} is no floating dtype", c10::toString(dtype)));
+  }
+}
+
+double gamma(std::int64_t n, double u) {
+  const double nu = static_cast<double>(n) * u;
+  return nu < 1 ? nu / (1 - nu) : std::numeric_limits<double>::infinity();
+}
+
+at::Tensor sum_bound(const at::Tensor& magnitude, int world_size, at::ScalarType dtype) {
+  return as_float64(magnitude) * (2 * gamma(world_size, unit_roundoff(dtype)));
+}
+
+at::Tensor rounding_bound(const at::Tensor& trusted, const at::Tensor& float64,
+                          double quantity_relative_error, const at::Tensor& magnitude) {
+  const ErrorSums sums = error_sums(trusted, float64);
+  double rms = sums.count > 0 ? std::sqrt(sums.value_squares / static_cast<double>(sums.count)) : 0;
+  if (magnitude.defined() && magnitude.numel() > 0) {
+    const double of_terms = std::sqrt(as_float64(magnitude).square_().mean().item<double>());
+    rms = std::isfinite(of_terms) ? std::max(rms, of_terms) : rms;
+  }
+  const double error = kErrorFactor * std::max(sums.largest_error, quantity_relative_error * rms);
+  const double ulps = kGradientUlps * unit_roundoff(trusted.scalar_type());
+  const at::Tensor exact = as_float64(float64);
+  return elementwise(
+      exact, [&, g = values(exact)](std::int64_t i) { return error + ulps * std::fabs(g[i]); });
+}
+
+double relative_error(const StepTrace& trusted, const StepTrace& float64, Quantity quantity) {
+  return relative(error_sums(trusted, float64, quantity));
+}
+
+double mean_loss_of(const StepTrace& trace) {
+  if (const TraceTensor* mean = trace.find(Quantity::mean_loss, "mean_loss")) {
+    return as_float64(assemble(*mean)).item<double>();
+  }
+  const TraceTensor* losses = trace.find(Quantity::loss, "loss");
+  if (losses == nullptr || losses->pieces.empty()) {
+    throw TraceError(fmt::format("step {} has no loss", trace.step));
+  }
+  double sum = 0;
+  std::int64_t count = 0;
+  for (const Piece& piece : losses->pieces) {
+    const at::Tensor loss = as_float64(piece.values);
+    for (std::int64_t i = 0; i < loss.numel(); ++i) {
+      sum += values(loss)[i];
+    }
+    count += loss.numel();
+  }
+  return sum / static_cast<double>(count);
+}
+
+StepBounds::StepBounds(const Scenario& scenario, const StepTrace& trusted, const StepTrace& float64,
+                       const TrainingState& start)
+    : scenario_(scenario), trusted_(trusted), float64_(float64), start_(start) {
+  const at::ScalarType dtype = scenario.dtype == "float64" ? at::kDouble : at::kFloat;
+  u_ = unit_roundoff(dtype) + unit_roundoff(at::kDouble);
+
+  const ErrorSums gradients = error_sums(trusted, float64, Quantity::gradient);
+  relative_error_ = relative(gradients);
+
+  const double loss = mean_loss_of(float64);
+  loss_ = kErrorFactor *
+              std::max(std::fabs(mean_loss_of(trusted) - loss), relative_error_ * std::fabs(loss)) +
+          kLossUlps * u_ * std::fabs(loss);
+
+  const double norm = std::sqrt(gradients.value_squares);
+  norm_ = kErrorFactor * std::sqrt(gradients.error_squares) + kNormUlps * u_ * norm;
+
+  if (scenario.max_norm > 0) {
+    const auto factor = [&](double of_norm) {
+      return std::min(1.0, scenario.max_norm / (std::max(of_norm, 0.0) + 1e-6));
+    };
+    clip_ = factor(norm);
+    clip_error_ = std::max(factor(norm - norm_) - clip_, clip_ - factor(norm + norm_)) +
+                  kNormUlps * u_ * clip_;
+  }
+}
+
+at::Tensor StepBounds::centre(Quantity quantity, const std::string& name) const {
+  return whole_float64(float64_, quantity, name);
+}
+
+at::Tensor StepBounds::begun(const std::string& name) const {
+  const auto found = start_.optimizer_state.find(name);
+  return found == start_.optimizer_state.end() ? at::Tensor() : as_float64(found->second);
+}
+
+at::Tensor StepBounds::allowed(Quantity quantity, const std::string& name) const {
+  switch (quantity) {
+    case Quantity::mean_loss:
+      return scalar(loss_);
+    case Quantity::gradient:
+      return gradient(name);
+    case Quantity::total_norm:
+      return scalar(norm_);
+    case Quantity::clipped_gradient:
+      return clipped_gradient(name);
+    case Quantity::parameter:
+      return parameter(name);
+    case Quantity::optimizer_state: {
+      const std::size_t slash = name.find('/');
+      if (slash == std::string::npos) {
+        throw TraceError(fmt::format("optimizer state \"{}\" is not named KIND/PARAMETER", name));
+      }
+      return optimizer_state(name.substr(0, slash), name.substr(slash + 1));
+    }
+    case Quantity::output:
+    case Quantity::loss:
+      break;
+  }
+  throw TraceError(fmt::format("no bound is known for {} \"{}\"", to_string(quantity), name));
+}
+
+at::Tensor StepBounds::gradient(const std::string& name) const {
+  const TraceTensor* trusted = trusted_.find(Quantity::gradient, name);
+  if (trusted == nullptr) {
+    throw TraceError(fmt::format("the trusted run has no gradient of \"{}\"", name));
+  }
+  return rounding_bound(assemble(*trusted), centre(Quantity::gradient, name), relative_error_,
+                        trusted->magnitude);
+}
+
+at::Tensor StepBounds::clipped_gradient(const std::string& name) const {
+  const at::Tensor gradient_value = centre(Quantity::gradient, name);
+  const at::Tensor gradient_error = gradient(name);
+  return elementwise(gradient_value, [&, g = values(gradient_value),
+                                      dg = values(gradient_error)](std::int64_t i) {
+    return clip_error_ * (std::fabs(g[i]) + dg[i]) + clip_ * dg[i] + u_ * std::fabs(clip_ * g[i]);
+  });
+}
+
+at::Tensor StepBounds::optimizer_state(const std::string& kind, const std::string& name) const {
+  const OptimizerSpec& spec = scenario_.optimizer;
+  const at::Tensor gradient_value = centre(Quantity::clipped_gradient, name);
+  const at::Tensor gradient_error = clipped_gradient(name);
+  const auto* g = values(gradient_value);
+  const auto* dg = values(gradient_error);
+  const at::Tensor before = begun(kind + "/" + name);
+  const at::Tensor begun_value = before.defined() ? before : torch::zeros_like(gradient_value);
+  const auto* s = values(begun_value);
+
+  if (kind == "exp_avg") {
+    const double share = 1 - spec.beta1;
+    return elementwise(gradient_value, [&](std::int64_t i) {
+      return share * dg[i] +
+             4 * u_ * (spec.beta1 * std::fabs(s[i]) + share * (std::fabs(g[i]) + dg[i]));
+    });
+  }
+  if (kind == "exp_avg_sq") {
+    const double share = 1 - spec.beta2;
+    return elementwise(gradient_value, [&](std::int64_t i) {
+      const double largest = std::fabs(g[i]) + dg[i];
+      return share * (2 * std::fabs(g[i]) + dg[i]) * dg[i] +
+             6 * u_ * (spec.beta2 * s[i] + share * largest * largest);
+    });
+  }
+  if (kind == "momentum_buffer") {
+    const at::Tensor weights = as_float64(start_.parameters.at(name));
+    return elementwise(gradient_value, [&, p = values(weights)](std::int64_t i) {
+      return dg[i] + 4 * u_ *
+                         (std::fabs(spec.momentum * s[i]) + std::fabs(g[i]) + dg[i] +
+                          std::fabs(spec.weight_decay * p[i]));
+    });
+  }
+  throw TraceError(fmt::format("no bound is known for optimizer state \"{}/{}\"", kind, name));
+}
+
+at::Tensor StepBounds::parameter(const std::string& name) const {
+  const OptimizerSpec& spec = scenario_.optimizer;
+  const auto start = start_.parameters.find(name);
+  if (start == start_.parameters.end()) {
+    throw TraceError(fmt::format("the state before the step has no parameter \"{}\"", name));
+  }
+  const at::Tensor weights = as_float64(start->second);
+  const auto* p = values(weights);
+
+  if (spec.kind == "sgd") {
+    // Without momentum the buffer is the decayed gradient, which has the same bound.
+    const at::Tensor buffer_error = optimizer_state("momentum_buffer", name);
+    const at::Tensor after = centre(Quantity::parameter, name);
+    return elementwise(weights, [&, q = values(after), db = values(buffer_error)](std::int64_t i) {
+      const double update = std::fabs(q[i] - p[i]);
+      return spec.lr * db[i] + u_ * (2 * std::max(std::fabs(p[i]), std::fabs(q[i])) + 4 * update);
+    });
+  }
+
+  const at::Tensor gradient_value = centre(Quantity::clipped_gradient, name);
+  const at::Tensor gradient_error = clipped_gradient(name);
+  const at::Tensor first = begun("exp_avg/" + name);
+  const at::Tensor second = begun("exp_avg_sq/" + name);
+  const at::Tensor first_moment = first.defined() ? first : torch::zeros_like(weights);
+  const at::Tensor second_moment = second.defined() ? second : torch::zeros_like(weights);
+  const AdamwUpdate update(spec, start_.steps_done + 1);
+  return elementwise(
+      weights, [&, g = values(gradient_value), dg = values(gradient_error),
+                m = values(first_moment), v = values(second_moment)](std::int64_t i) {
+        const double low = g[i] - dg[i];
+        const double high = g[i] + dg[i];
+        const double at_centre = update(m[i], v[i], g[i]);
+        const double at_low = update(m[i], v[i], low);
+        const double at_high = update(m[i], v[i], high);
+        double range = std::max(std::fabs(at_low - at_centre), std::fabs(at_high - at_centre));
+        const double turn = update.turning_point(m[i], v[i]);
+        if (turn > low && turn < high) {
+          range = std::max(range, std::fabs(update(m[i], v[i], turn) - at_centre));
+        }
+        double smallest = std::min(std::fabs(low), std::fabs(high));
+        if (low < 0 && high > 0) {
+          range = std::max(range, std::fabs(update(m[i], v[i], 0) - at_centre));
+          smallest = 0;
+        }
+        const double terms =
+            spec.beta1 * std::fabs(m[i]) + (1 - spec.beta1) * (std::fabs(g[i]) + dg[i]);
+        const double largest_update = std::fabs(at_centre) + range;
+        return range + u_ * (4 * std::fabs(p[i]) + 14 * largest_update +
+                             4 * update.step_size * terms / update.denominator(v[i], smallest));
+      });
+}
+
+}  // namespace shardproof

@@ -1,0 +1,106 @@
+// The proof that each fault is caught, at the place where it strikes, and that a clean run raises nothing.
+
+#include <gtest/gtest.h>
+
+#include "conformance/comparison.h"
+#include "conformance/session.h"
+#include "fault_injection/catalogue.h"
+
+namespace shardproof {
+namespace {
+
+Scenario small_scenario(int world_size, const std::string& optimizer) {
+  Scenario scenario;
+  scenario.model.layers = 2;
+  scenario.model.width = 32;
+  scenario.model.heads = 2;
+  scenario.model.context = 8;
+  scenario.data.kind = "synthetic";
+  scenario.world_size = world_size;
+  scenario.batch = 2;
+  scenario.steps = 4;
+  scenario.max_norm = 0.1;
+  scenario.optimizer.kind = optimizer;
+  scenario.optimizer.momentum = optimizer == "sgd" ? 0.9 : 0;
+  scenario.optimizer.lr = 0.01;
+  return scenario;
+}
+
+RunSummary run_with(const Scenario& scenario, const Fault* fault) {
+  SessionOptions options;
+  options.scenario = scenario;
+  options.fault = fault;
+  options.python = false;
+  options.timeout = std::chrono::seconds(60);
+  return run_session(options);
+}
+
+class EachFault : public testing::TestWithParam<std::string> {};
+
+TEST_P(EachFault, IsCaughtAtTheStepParameterAndRankWhereItStrikes) {
+  const auto* fault = find_fault(GetParam());
+  ASSERT_NE(fault, nullptr);
+  for (const auto* optimizer : {"adamw", "sgd"}) {
+    for (const int world_size : {2, 3, 8}) {
+      const auto scenario = small_scenario(world_size, optimizer);
+      const auto site = fault->site(scenario);
+      const auto summary = run_with(scenario, fault);
+      EXPECT_EQ(summary.outcome, Outcome::failed) << optimizer << " on " << world_size << " ranks";
+      ASSERT_TRUE(summary.has_divergence);
+      const auto& first = summary.first_divergence;
+      EXPECT_EQ(first.step, site.step) << describe(first);
+      EXPECT_EQ(first.quantity, site.quantity) << describe(first);
+      EXPECT_EQ(first.name, site.name) << describe(first);
+      EXPECT_GE(first.rank, 0) << describe(first);
+      if (site.rank != kNoRank) {
+        EXPECT_EQ(first.rank, site.rank) << describe(first);
+      }
+      EXPECT_EQ(first.rule, RuleKind::exact) << describe(first);
+      EXPECT_NE(first.got, first.want) << describe(first);
+      if (GetParam() == "flipped_bit") {
+        EXPECT_EQ(first.ulp, 1u) << describe(first);
+        EXPECT_EQ(first.differing, 1) << describe(first);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Catalogue, EachFault, testing::ValuesIn([] {
+                           std::vector<std::string> names;
+                           for (const auto& fault : fault_catalogue()) {
+                             names.push_back(fault.name);
+                           }
+                           return names;
+                         }()),
+                         [](const auto& info) { return info.param; });
+
+TEST(Catalogue, HoldsTheThreeFaultsToBeginWith) {
+  for (const auto* name : {"local_norm_clipping", "sum_instead_of_mean", "flipped_bit"}) {
+    EXPECT_NE(find_fault(name), nullptr) << name;
+  }
+  EXPECT_EQ(find_fault("no_such_fault"), nullptr);
+}
+
+TEST(Catalogue, ACleanRunRaisesNothing) {
+  for (const auto* optimizer : {"adamw", "sgd"}) {
+    for (const int world_size : {2, 3, 8}) {
+      const auto summary = run_with(small_scenario(world_size, optimizer), nullptr);
+      EXPECT_EQ(summary.outcome, Outcome::passed)
+          << optimizer << " on " << world_size << " ranks: "
+          << (summary.has_divergence ? describe(summary.first_divergence) : "a guard failed");
+    }
+  }
+}
+
+TEST(Catalogue, ASumInsteadOfAMeanIsCaughtAlthoughAdamHidesItsScale) {
+  // Without clipping, AdamW's parameters hardly change when all gradients are scaled: the gradients themselves must tell.
+  auto scenario = small_scenario(2, "adamw");
+  scenario.max_norm = 0;
+  const auto summary = run_with(scenario, find_fault("sum_instead_of_mean"));
+  ASSERT_TRUE(summary.has_divergence);
+  EXPECT_EQ(summary.first_divergence.quantity, Quantity::gradient);
+  EXPECT_DOUBLE_EQ(summary.first_divergence.got, 2 * summary.first_divergence.want);
+}
+
+}  // namespace
+}  // namespace shardproof
