@@ -28,9 +28,6 @@ struct Expectation {
   const StepTrace* trusted = nullptr;
   const StepTrace* float64 = nullptr;
   const TrainingState* start = nullptr;
-  /// The state that all of them started the step from; nullptr for the first step of a run whose
-  /// optimizer has no state yet.
-  const TrainingState* before = nullptr;
 };
 
 /// Compares every tensor of the expectation with the subject's, every rank's own copy or piece, and

@@ -208,7 +208,7 @@ json summary_json(const RunSummary& summary) {
           {"guards", std::move(guards)},
           {"first_divergence", summary.has_divergence ? to_json(summary.first_divergence) : json()},
           {"notes", summary.notes},
-          {"environment", summary.environment == nullptr ? json::object() : *summary.environment}};
+          {"environment", json(summary.environment)}};
 }
 
 /// Text that may stem from file names and other programs, so not all of it need be UTF-8.

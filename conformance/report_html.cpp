@@ -273,8 +273,8 @@ std::string render_html(const RunSummary& summary, const std::vector<StepCell>& 
     page += notes(summary.notes);
   }
   page += "<h2>Scenario</h2>\n" + definitions(to_json(summary.scenario));
-  if (summary.environment != nullptr && !summary.environment->empty()) {
-    page += "<h2>Environment</h2>\n" + definitions(*summary.environment);
+  if (!summary.environment.empty()) {
+    page += "<h2>Environment</h2>\n" + definitions(summary.environment);
   }
   return page + "</body>\n</html>\n";
 }

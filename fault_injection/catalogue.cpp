@@ -71,7 +71,7 @@ class NoFault : public StepObserver {
 
 /// The largest parameter, so that every rank of any usual world size holds a part of it; the first of them in name order.
 std::string largest_parameter(const Scenario& scenario) {
-  const auto model = make_model(scenario);
+  auto model = make_model(scenario);
   std::string name;
   std::int64_t numel = -1;
   for (const auto& parameter : model->named_parameters()) {
@@ -88,7 +88,7 @@ int strike_step(const Scenario& scenario) { return std::min(2, scenario.steps - 
 int strike_rank(const Scenario& scenario) { return scenario.world_size / 2; }
 
 std::string last_parameter(const Scenario& scenario) {
-  const auto model = make_model(scenario);
+  auto model = make_model(scenario);
   return model->named_parameters().back().key();
 }
 

@@ -1,4 +1,5 @@
-// The shardproof command as a user meets it: what it prints, what it ends with, and what it says about bad input.
+// The shardproof command as a user meets it: what it prints, what it ends with, and what it says
+// about bad input.
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -6,12 +7,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <torch/torch.h>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <torch/torch.h>
 
 #include "conformance/exit_codes.h"
 #include "conformance/suites/temporary_folder.h"
@@ -26,14 +27,15 @@ namespace fs = std::filesystem;
 using testing::HasSubstr;
 
 struct Ended {
-  int code = -1;      // exit code; 1000 + signal if killed
-  std::string text;   // stdout and stderr
+  int code = -1;     // exit code; 1000 + signal if killed
+  std::string text;  // stdout and stderr
 };
 
-/// Runs the command through the shell with a deadline, so that a hang is a failure (124) and not a wait. A deadline of ours that expires
-/// ends with 137, which no run of ours does.
+/// Runs the command through the shell with a deadline, so that a hang is a failure (124) and not a
+/// wait. A deadline of ours that expires ends with 137, which no run of ours does.
 Ended shardproof(const std::string& arguments, const std::string& before = "") {
-  const auto command = before + " timeout -s KILL 120 " + SHARDPROOF_COMMAND + " " + arguments + " 2>&1";
+  const auto command =
+      before + " timeout -s KILL 120 " + SHARDPROOF_COMMAND + " " + arguments + " 2>&1";
   Ended ended;
   auto* pipe = popen(command.c_str(), "r");
   if (pipe == nullptr) {
@@ -51,7 +53,8 @@ Ended shardproof(const std::string& arguments, const std::string& before = "") {
 
 /// A run that takes a second.
 const std::string kTiny =
-    "run --layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 --steps 3 --max-norm 0.1 --no-python --quiet ";
+    "run --layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 --steps "
+    "3 --max-norm 0.1 --no-python --quiet ";
 
 class Command : public testing::Test {
  protected:
@@ -71,8 +74,10 @@ TEST_F(Command, HoldsForACleanRunAndPrintsATable) {
 }
 
 TEST_F(Command, HoldsWithThePythonReference) {
-  const auto ended = shardproof("run --layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 --steps 3 "
-                                "--max-norm 0.1 --quiet");
+  const auto ended = shardproof(
+      "run --layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 "
+      "--steps 3 "
+      "--max-norm 0.1 --quiet");
   EXPECT_EQ(ended.code, kExitHeld) << ended.text;
   EXPECT_THAT(ended.text, HasSubstr("python"));
 }
@@ -110,7 +115,9 @@ TEST_F(Command, WritesResultsThatEachNameTheirCheckAndRule) {
   int lines = 0;
   for (std::string line; std::getline(results, line); ++lines) {
     const auto verdict = nlohmann::json::parse(line);
-    EXPECT_TRUE(verdict.contains("check") && verdict.contains("rule") && verdict.contains("outcome")) << line;
+    EXPECT_TRUE(verdict.contains("check") && verdict.contains("rule") &&
+                verdict.contains("outcome"))
+        << line;
     EXPECT_EQ(verdict.at("check").get<std::string>().rfind("fsdp.", 0), 0u) << line;
   }
   EXPECT_GT(lines, 100);
@@ -129,7 +136,7 @@ TEST_F(Command, HelpShowsExamplesAndExitCodes) {
 
 struct BadInput {
   const char* name;
-  std::string arguments;           // after "run"; FOLDER stands for the test's folder
+  std::string arguments;            // after "run"; FOLDER stands for the test's folder
   std::vector<std::string> wanted;  // in the message
   int code = kExitUsage;
 };
@@ -185,13 +192,16 @@ TEST_P(BadInputs, EndsWithOneClearMessageAndTheRightCode) {
 }
 
 const std::string kSmall =
-    "--layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 --steps 3 --max-norm 0.1 ";
+    "--layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 --steps 3 "
+    "--max-norm 0.1 ";
 
 INSTANTIATE_TEST_SUITE_P(
     Each, BadInputs,
     testing::Values(
         BadInput{"UnknownOption", "--wrold 4", {"--wrold"}},
-        BadInput{"UnknownField", "--scenario FOLDER/unknown_field.json", {"world_sise", "unknown_field.json"}},
+        BadInput{"UnknownField",
+                 "--scenario FOLDER/unknown_field.json",
+                 {"world_sise", "unknown_field.json"}},
         BadInput{"UnknownInnerField", "--scenario FOLDER/unknown_inner.json", {"model.layres"}},
         BadInput{"WrongType", "--scenario FOLDER/wrong_type.json", {"world_size"}},
         BadInput{"MalformedJson", "--scenario FOLDER/not_json.json", {"not_json.json", "line 2"}},
@@ -213,28 +223,45 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"CorpusMissing", "--corpus FOLDER/nowhere.txt", {"FOLDER/nowhere.txt"}},
         BadInput{"CorpusEmpty", "--corpus FOLDER/empty.txt", {"0 bytes"}},
         BadInput{"CorpusTooShort", "--corpus FOLDER/short.txt", {"10 bytes", "64"}},
-        BadInput{"WeightsMissing", kSmall + "--weights FOLDER/nowhere.safetensors", {"FOLDER/nowhere.safetensors"}},
-        BadInput{"WeightsForeign", kSmall + "--weights FOLDER/foreign.safetensors", {"FOLDER/foreign.safetensors"}},
-        BadInput{"WeightsTruncated", kSmall + "--weights FOLDER/truncated.safetensors", {"FOLDER/truncated.safetensors"}},
-        BadInput{"WeightsNan", kSmall + "--weights FOLDER/nan.safetensors", {"FOLDER/nan.safetensors", "head.weight", "nan"}},
-        BadInput{"WeightsMisshapen", kSmall + "--weights FOLDER/misshapen.safetensors", {"head.weight", "[2, 2]"}},
-        BadInput{"WeightsIncomplete", kSmall + "--weights FOLDER/missing.safetensors", {"head.weight"}},
+        BadInput{"WeightsMissing",
+                 kSmall + "--weights FOLDER/nowhere.safetensors",
+                 {"FOLDER/nowhere.safetensors"}},
+        BadInput{"WeightsForeign",
+                 kSmall + "--weights FOLDER/foreign.safetensors",
+                 {"FOLDER/foreign.safetensors"}},
+        BadInput{"WeightsTruncated",
+                 kSmall + "--weights FOLDER/truncated.safetensors",
+                 {"FOLDER/truncated.safetensors"}},
+        BadInput{"WeightsNan",
+                 kSmall + "--weights FOLDER/nan.safetensors",
+                 {"FOLDER/nan.safetensors", "head.weight", "nan"}},
+        BadInput{"WeightsMisshapen",
+                 kSmall + "--weights FOLDER/misshapen.safetensors",
+                 {"head.weight", "[2, 2]"}},
+        BadInput{
+            "WeightsIncomplete", kSmall + "--weights FOLDER/missing.safetensors", {"head.weight"}},
         BadInput{"ReportIsAFile", kSmall + "--report FOLDER/report_file", {"FOLDER/report_file"}},
         BadInput{"ReportIsAnotherFolder", kSmall + "--report FOLDER/not_ours", {"FOLDER/not_ours"}},
-        BadInput{"ReportUnwritable", kSmall + "--report /proc/shardproof_report", {"/proc/shardproof_report"}},
-        BadInput{"TrainingBlowsUp", kSmall + "--optimizer sgd --lr 1e30 --max-norm 0", {"the loss of step", "rank"}}),
+        BadInput{"ReportUnwritable",
+                 kSmall + "--report /proc/shardproof_report",
+                 {"/proc/shardproof_report"}},
+        BadInput{"TrainingBlowsUp",
+                 kSmall + "--optimizer sgd --lr 1e30 --max-norm 0",
+                 {"the loss of step", "rank"}}),
     [](const auto& info) { return info.param.name; });
 
 TEST_F(Command, MissingPythonIsOneClearMessage) {
-  const auto ended = shardproof("run --quiet --python " + (folder_.path() / "no_python").string() + " " + kSmall);
-  EXPECT_EQ(ended.code, kExitUsage) << ended.text;
+  const auto ended =
+      shardproof("run --quiet --python " + (folder_.path() / "no_python").string() + " " + kSmall);
+  EXPECT_EQ(ended.code, kExitBroken) << ended.text;
   EXPECT_THAT(ended.text, HasSubstr("no_python"));
 }
 
 TEST_F(Command, ADiskThatIsFullLosesNothingHalfWritten) {
   const auto mount = folder_.path() / "disk";
   fs::create_directory(mount);
-  const auto mounted = std::system(("mount -t tmpfs -o size=64k tmpfs " + mount.string() + " 2>/dev/null").c_str());
+  const auto mounted =
+      std::system(("mount -t tmpfs -o size=64k tmpfs " + mount.string() + " 2>/dev/null").c_str());
   if (mounted != 0) {
     GTEST_SKIP() << "mounting a small disk needs root";
   }

@@ -1,4 +1,5 @@
-// Sharded training held to one device, in process, over world sizes, optimizers and shapes of model.
+// Sharded training held to one device, in process, over world sizes, optimizers and shapes of
+// model.
 
 #include <gtest/gtest.h>
 
@@ -72,7 +73,9 @@ class EachWorldSize : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Equivalence, EachWorldSize, testing::Values(1, 2, 3, 4, 5, 7, 8, 16),
                          [](const auto& info) { return "W" + std::to_string(info.param); });
 
-TEST_P(EachWorldSize, ATransformerWithAdamWIsExact) { expect_equal_to_one_device(transformer(GetParam())); }
+TEST_P(EachWorldSize, ATransformerWithAdamWIsExact) {
+  expect_equal_to_one_device(transformer(GetParam()));
+}
 
 TEST_P(EachWorldSize, ATransformerWithSgdAndMomentumIsExact) {
   auto scenario = transformer(GetParam());
@@ -154,7 +157,8 @@ TEST(Equivalence, RepeatedRunsGiveTheSameBits) {
           if (repeat == 0) {
             first.push_back(piece.values);
           } else {
-            ASSERT_TRUE(torch::equal(first.at(at++), piece.values)) << tensor.name << " in repeat " << repeat;
+            ASSERT_TRUE(torch::equal(first.at(at++), piece.values))
+                << tensor.name << " in repeat " << repeat;
           }
         }
       }

@@ -31,19 +31,20 @@ TEST(ExactSquareSum, OfThreeAndFourIsTwentyFiveInEveryDtype) {
 }
 
 TEST(ExactSquareSum, KeepsSmallSquaresBesideLargeOnes) {
-  // 2^60 + 2^20 * 2^-20 = 2^60 + 1 is not a float64, but 2^60 + 512 is; a running float64 sum loses every one of them, since half a unit in the
-  // last place of 2^60 is 128.
+  // 2^60 + 2^20 * 2^-20 = 2^60 + 1 is not a float64, but 2^60 + 512 is; a running float64 sum loses
+  // every one of them, since half a unit in the last place of 2^60 is 128.
   auto values = torch::full({(1 << 20) + 1}, 0.0, torch::kFloat);
-  values.fill_(std::ldexp(1.0, -10));          // squares 2^-20
-  values[0] = std::ldexp(1.0, 30);             // square 2^60
-  EXPECT_EQ(sum_of(values), std::ldexp(1.0, 60));  // + 1 rounds away
+  values.fill_(std::ldexp(1.0, -10));                                // squares 2^-20
+  values[0] = std::ldexp(1.0, 30);                                   // square 2^60
+  EXPECT_EQ(sum_of(values), std::ldexp(1.0, 60));                    // + 1 rounds away
   values.fill_(std::ldexp(1.0, -5) * std::sqrt(0.5) * 0 + 0.03125);  // squares 2^-10: together 1024
   values[0] = std::ldexp(1.0, 30);
   EXPECT_EQ(sum_of(values), std::ldexp(1.0, 60) + 1024);
 }
 
 TEST(ExactSquareSum, RoundsToNearestAndTiesToEven) {
-  // 2^53 + 1 is halfway between 2^53 and 2^53 + 2: even is 2^53. A further 2^-40 breaks the tie upwards.
+  // 2^53 + 1 is halfway between 2^53 and 2^53 + 2: even is 2^53. A further 2^-40 breaks the tie
+  // upwards.
   const auto two_53 = std::vector<double>(2, std::ldexp(1.0, 26));  // 2 * 2^52
   auto values = torch::tensor({two_53[0], two_53[1], 1.0}, torch::kFloat);
   EXPECT_EQ(sum_of(values), std::ldexp(1.0, 53));
@@ -84,7 +85,8 @@ TEST(ExactSquareSum, HoldsTheSmallestAndTheLargestNumbers) {
   EXPECT_EQ(sum_of(torch::tensor({smallest})), std::ldexp(1.0, -298));
   const float largest = std::numeric_limits<float>::max();
   EXPECT_EQ(sum_of(torch::tensor({largest})), static_cast<double>(largest) * largest);
-  // The square of a float64 below 2^-537 is not a normal number: 2^-1074 is the least that can be told from zero.
+  // The square of a float64 below 2^-537 is not a normal number: 2^-1074 is the least that can be
+  // told from zero.
   EXPECT_EQ(sum_of(torch::tensor({std::ldexp(1.0, -537)}, torch::kDouble)), std::ldexp(1.0, -1074));
   EXPECT_EQ(sum_of(torch::tensor({std::ldexp(1.0, -600)}, torch::kDouble)), 0.0);
   // Many squares too small to be float64 numbers make one that is: 2^20 * 2^-1084 = 2^-1064.
@@ -99,14 +101,15 @@ TEST(ExactSquareSum, TellsNanFromInfinityWhateverTheOrder) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
     EXPECT_TRUE(std::isnan(sum_of(torch::tensor({1.0f, nan, infinity}).to(dtype)))) << dtype;
-    EXPECT_EQ(sum_of(torch::tensor({1.0f, -infinity}).to(dtype)), std::numeric_limits<double>::infinity())
+    EXPECT_EQ(sum_of(torch::tensor({1.0f, -infinity}).to(dtype)),
+              std::numeric_limits<double>::infinity())
         << dtype;
   }
 }
 
 TEST(ExactSquareSum, ReadsStridedTensors) {
   const auto values = torch::arange(12, torch::kFloat).view({3, 4});
-  EXPECT_EQ(sum_of(values.t()), 506.0);              // sum of squares 0..11 = 11 * 12 * 23 / 6
+  EXPECT_EQ(sum_of(values.t()), 506.0);  // sum of squares 0..11 = 11 * 12 * 23 / 6
   EXPECT_EQ(sum_of(values.select(1, 0)), 0.0 + 16 + 64);
 }
 

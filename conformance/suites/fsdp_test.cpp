@@ -1,6 +1,7 @@
 // The sharding library by itself: hooks, placements, what a unit does to parameters and gradients.
 
 #include <fsdp/errors.h>
+#include <fsdp/exact_sum.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/observer.h>
 #include <fsdp/process_group.h>
@@ -54,7 +55,8 @@ torch::Tensor batch_of(int rank, std::int64_t features) {
   return torch::randn({4, features}, generator);
 }
 
-/// Runs a body on each rank, with assertions that survive threads: the first failure message is rethrown.
+/// Runs a body on each rank, with assertions that survive threads: the first failure message is
+/// rethrown.
 void on_ranks(int world_size, const std::function<void(RankContext&)>& body) {
   RunRanksOptions options;
   options.group.timeout = std::chrono::seconds(60);
@@ -63,7 +65,8 @@ void on_ranks(int world_size, const std::function<void(RankContext&)>& body) {
 
 class RecordingHook : public ForwardHook {
  public:
-  RecordingHook(std::vector<std::string>& log, std::string name) : log_(log), name_(std::move(name)) {}
+  RecordingHook(std::vector<std::string>& log, std::string name)
+      : log_(log), name_(std::move(name)) {}
   void pre_forward(torch::nn::Module&, const std::vector<at::Tensor*>& inputs) override {
     log_.push_back("pre " + name_ + " " + std::to_string(inputs.size()));
   }
@@ -94,7 +97,8 @@ TEST(Hooks, RunWhenTorchSequentialCallsTheModule) {
   wrapped->add_forward_hook(std::make_shared<RecordingHook>(log, "linear"));
   torch::nn::Sequential sequential(pair, torch::nn::ReLU(), wrapped);
   EXPECT_EQ(sequential->forward(torch::ones({1, 2})).size(1), 3);
-  EXPECT_THAT(log, testing::ElementsAre("pre pair 1", "post pair 1", "pre linear 1", "post linear 1"));
+  EXPECT_THAT(log,
+              testing::ElementsAre("pre pair 1", "post pair 1", "pre linear 1", "post linear 1"));
 }
 
 TEST(Hooks, AreToldOfAForwardThatThrew) {
@@ -106,7 +110,8 @@ TEST(Hooks, AreToldOfAForwardThatThrew) {
 }
 
 TEST(Hooks, SeeTheTensorsInsideContainers) {
-  auto value = std::make_tuple(torch::ones({1}), std::vector<torch::Tensor>{torch::ones({2}), torch::Tensor()},
+  auto value = std::make_tuple(torch::ones({1}),
+                               std::vector<torch::Tensor>{torch::ones({2}), torch::Tensor()},
                                std::optional<torch::Tensor>(torch::ones({3})), 4, std::string("x"),
                                std::make_pair(torch::ones({5}), 1.5));
   std::vector<std::int64_t> sizes;
@@ -144,7 +149,8 @@ TEST(Placement, ShardsTileEveryParameterExactlyOnceForEveryWorldSize) {
         const std::lock_guard lock(mutex);
         ASSERT_EQ(placement.parameter.numel(), placement.numel);
         if (placement.numel > 0) {
-          ASSERT_TRUE(runs[placement.name].emplace(placement.begin, placement.numel).second) << placement.name;
+          ASSERT_TRUE(runs[placement.name].emplace(placement.begin, placement.numel).second)
+              << placement.name;
         }
         whole[placement.name] = c10::multiply_integers(placement.sizes);
       }
@@ -163,7 +169,8 @@ TEST(Placement, ShardsTileEveryParameterExactlyOnceForEveryWorldSize) {
 
 TEST(Placement, NamesAreThoseOfThePlainModel) {
   on_ranks(2, [](RankContext& context) {
-    torch::nn::Sequential plain(wrap(torch::nn::Linear(4, 3)), torch::nn::ReLU(), torch::nn::Linear(3, 2));
+    torch::nn::Sequential plain(wrap(torch::nn::Linear(4, 3)), torch::nn::ReLU(),
+                                torch::nn::Linear(3, 2));
     const FullyShardedDataParallel model(plain, {context.process_group});
     std::vector<std::string> names;
     auto wrapped = wrap(torch::nn::Linear(1, 1));
@@ -193,7 +200,8 @@ TEST(FullyShard, ParametersKeepTheirIdentityAndHoldOnlyTheirShare) {
   });
 }
 
-/// Trains one step whole, on one device: the mean over the ranks of each rank's gradient, added up in rank order.
+/// Trains one step whole, on one device: the mean over the ranks of each rank's gradient, added up
+/// in rank order.
 std::map<std::string, torch::Tensor> mean_gradients(int world_size) {
   Network network;
   fill_deterministically(*network);
@@ -212,10 +220,11 @@ std::map<std::string, torch::Tensor> mean_gradients(int world_size) {
   return sum;
 }
 
-void expect_shards_equal(NetworkImpl& network, const std::map<std::string, torch::Tensor>& want, double factor,
-                         const std::string& what) {
+void expect_shards_equal(NetworkImpl& network, const std::map<std::string, torch::Tensor>& want,
+                         double factor, const std::string& what) {
   for (const auto& placement : shard_placements(network)) {
-    const auto part = want.at(placement.name).flatten().narrow(0, placement.begin, placement.numel) * factor;
+    const auto part =
+        want.at(placement.name).flatten().narrow(0, placement.begin, placement.numel) * factor;
     EXPECT_TRUE(torch::equal(placement.parameter.grad(), part)) << what << ": " << placement.name;
   }
 }
@@ -258,7 +267,8 @@ TEST(FullyShard, AUnitUsedTwiceInOneForwardSumsItsGradients) {
     both->push_back(pair);
     both->forward(batch_of(context.rank, 4)).sum().backward();
     for (const auto& placement : shard_placements(*pair)) {
-      const auto part = want.at(placement.name).flatten().narrow(0, placement.begin, placement.numel) / 2;
+      const auto part =
+          want.at(placement.name).flatten().narrow(0, placement.begin, placement.numel) / 2;
       EXPECT_TRUE(torch::allclose(placement.parameter.grad(), part, 1e-5, 1e-6)) << placement.name;
     }
   });
@@ -266,7 +276,9 @@ TEST(FullyShard, AUnitUsedTwiceInOneForwardSumsItsGradients) {
 
 TEST(FullyShard, TwoBranchesOfOneUnitAreBothCounted) {
   // Both uses are in backward at the same time: the unit must stay gathered until the second ends.
-  const auto input = [](int rank, int branch) { return batch_of(10 * branch + rank, 4).requires_grad_(true); };
+  const auto input = [](int rank, int branch) {
+    return batch_of(10 * branch + rank, 4).requires_grad_(true);
+  };
   const int world_size = 2;
   std::map<std::string, torch::Tensor> want;
   {
@@ -287,7 +299,8 @@ TEST(FullyShard, TwoBranchesOfOneUnitAreBothCounted) {
     fully_shard(pair, {context.process_group});
     (pair(input(context.rank, 0)) * pair(input(context.rank, 1))).sum().backward();
     for (const auto& placement : shard_placements(*pair)) {
-      const auto part = want.at(placement.name).flatten().narrow(0, placement.begin, placement.numel) / 2;
+      const auto part =
+          want.at(placement.name).flatten().narrow(0, placement.begin, placement.numel) / 2;
       EXPECT_TRUE(torch::allclose(placement.parameter.grad(), part, 1e-5, 1e-6)) << placement.name;
     }
   });
@@ -304,7 +317,8 @@ TEST(FullyShard, GradientsOfSeveralBackwardsAddUpUntilTheyAreZeroed) {
       network(batch_of(context.rank, 5)).square().mean().backward();
       if (times == 2) {
         network(batch_of(context.rank, 5)).square().mean().backward();
-        // 1 + 1 + 1: three equal addends sum to thrice the value, rounded once at the end only if 2x is exact, which it is.
+        // 1 + 1 + 1: three equal addends sum to thrice the value, rounded once at the end only if
+        // 2x is exact, which it is.
       }
     }
     std::map<std::string, torch::Tensor> tripled;
@@ -345,7 +359,8 @@ TEST(FullyShard, AStepAfterAFailedOneIsClean) {
     EXPECT_THROW(network(batch_of(0, 6)), c10::Error);
     // Backward fails half-way, after the second unit has been reduced.
     auto output = network->first(batch_of(context.rank, 5));
-    output.register_hook([](const torch::Tensor&) -> torch::Tensor { throw std::runtime_error("planted"); });
+    output.register_hook(
+        [](const torch::Tensor&) -> torch::Tensor { throw std::runtime_error("planted"); });
     EXPECT_THROW((network->second(output) * network->scale.sum()).sum().backward(), std::exception);
   });
 }
@@ -360,7 +375,8 @@ TEST(FullyShard, AnExceptionInBackwardIsForgottenByTheNextStep) {
     fully_shard(network, {context.process_group});
     auto input = batch_of(context.rank, 5).requires_grad_(true);
     auto poisoned = input * 1;
-    poisoned.register_hook([](const torch::Tensor&) -> torch::Tensor { throw std::runtime_error("planted"); });
+    poisoned.register_hook(
+        [](const torch::Tensor&) -> torch::Tensor { throw std::runtime_error("planted"); });
     EXPECT_ANY_THROW(network(poisoned).square().mean().backward());
     network->zero_grad();
     network(batch_of(context.rank, 5)).square().mean().backward();
@@ -369,7 +385,8 @@ TEST(FullyShard, AnExceptionInBackwardIsForgottenByTheNextStep) {
 }
 
 TEST(FullyShard, PaddingIsInert) {
-  // Everything that is not a parameter's element in the flat gradient is zero, however the buffer was before.
+  // Everything that is not a parameter's element in the flat gradient is zero, however the buffer
+  // was before.
   class PaddingCheck : public Observer {
    public:
     void observe(const Observation& seen) override {
@@ -402,13 +419,16 @@ TEST(FullyShard, OptimizersOfLibtorchTrainTheShardsUnchanged) {
     std::vector<torch::Tensor> decayed;
     std::vector<torch::Tensor> plain;
     for (const auto& parameter : network.named_parameters()) {
-      (parameter.key().find("bias") == std::string::npos ? decayed : plain).push_back(parameter.value());
+      (parameter.key().find("bias") == std::string::npos ? decayed : plain)
+          .push_back(parameter.value());
     }
     torch::optim::AdamW optimizer(
-        {torch::optim::OptimizerParamGroup(
-             decayed, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.1).weight_decay(0.5))),
-         torch::optim::OptimizerParamGroup(
-             plain, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.1).weight_decay(0)))},
+        {torch::optim::OptimizerParamGroup(decayed,
+                                           std::make_unique<torch::optim::AdamWOptions>(
+                                               torch::optim::AdamWOptions(0.1).weight_decay(0.5))),
+         torch::optim::OptimizerParamGroup(plain,
+                                           std::make_unique<torch::optim::AdamWOptions>(
+                                               torch::optim::AdamWOptions(0.1).weight_decay(0)))},
         torch::optim::AdamWOptions(0.1));
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
@@ -428,8 +448,8 @@ TEST(FullyShard, OptimizersOfLibtorchTrainTheShardsUnchanged) {
     train(*network, [&] { network(batch_of(0, 5)).square().mean().backward(); });
     const auto want = reference->named_parameters();
     for (const auto& placement : shard_placements(*network)) {
-      EXPECT_TRUE(torch::equal(placement.parameter, want[placement.name].flatten().narrow(0, placement.begin,
-                                                                                         placement.numel)))
+      EXPECT_TRUE(torch::equal(placement.parameter, want[placement.name].flatten().narrow(
+                                                        0, placement.begin, placement.numel)))
           << placement.name;
     }
   });
@@ -437,7 +457,8 @@ TEST(FullyShard, OptimizersOfLibtorchTrainTheShardsUnchanged) {
 
 TEST(FullyShard, PlainModulesTrainThroughTheWrapper) {
   const auto make = [] {
-    torch::nn::Sequential sequential(torch::nn::Linear(5, 6), torch::nn::Tanh(), torch::nn::Linear(6, 2));
+    torch::nn::Sequential sequential(torch::nn::Linear(5, 6), torch::nn::Tanh(),
+                                     torch::nn::Linear(6, 2));
     fill_deterministically(*sequential);
     return sequential;
   };
@@ -472,13 +493,15 @@ TEST(ClipGradNorm, EqualsTheNormOfTheWholeGradientOnEveryRank) {
       fully_shard(network, {context.process_group});
       network(batch_of(context.rank, 5)).square().mean().backward();
       EXPECT_EQ(clip_grad_norm_(*network, 0.01).item<float>(), norm) << world_size;
-      expect_shards_equal(*network, want, coefficient, "clipped at world size " + std::to_string(world_size));
+      expect_shards_equal(*network, want, coefficient,
+                          "clipped at world size " + std::to_string(world_size));
     });
   }
 }
 
 TEST(ClipGradNorm, WithOneElementPerRankSeesThreeAndFourAsFive) {
-  // The smallest case of pytorch/pytorch#72548: shards (3) and (4), limit 1; a local norm would scale by 1/3 and 1/4.
+  // The smallest case of pytorch/pytorch#72548: shards (3) and (4), limit 1; a local norm would
+  // scale by 1/3 and 1/4.
   on_ranks(2, [](RankContext& context) {
     auto linear = torch::nn::Linear(torch::nn::LinearOptions(32, 1).bias(false));
     FullyShardedDataParallel model(linear, {context.process_group});
@@ -501,7 +524,8 @@ TEST(ClipGradNorm, OtherNormsAndNonFiniteOnes) {
     input[0][16] = -4;
     model(input).sum().backward();
     EXPECT_EQ(model.clip_grad_norm_(100, 1.0).item<float>(), 7.0f);
-    EXPECT_EQ(model.clip_grad_norm_(100, std::numeric_limits<double>::infinity()).item<float>(), 4.0f);
+    EXPECT_EQ(model.clip_grad_norm_(100, std::numeric_limits<double>::infinity()).item<float>(),
+              4.0f);
     EXPECT_NEAR(model.clip_grad_norm_(100, 3.0).item<double>(), std::cbrt(91.0), 1e-6);
     EXPECT_THROW(model.clip_grad_norm_(-1), UsageError);
     EXPECT_THROW(model.clip_grad_norm_(1, 0), UsageError);
@@ -522,7 +546,8 @@ TEST(FullyShard, RefusesWhatItCannotShardByName) {
     }
     return text;
   };
-  EXPECT_THAT(message([](RankContext&) { fully_shard(Pair(2, 2), {}); }), HasSubstr("process_group is null"));
+  EXPECT_THAT(message([](RankContext&) { fully_shard(Pair(2, 2), {}); }),
+              HasSubstr("process_group is null"));
   EXPECT_THAT(message([](RankContext& context) {
                 fully_shard(torch::nn::Linear(2, 2), {context.process_group});
               }),
@@ -539,7 +564,8 @@ TEST(FullyShard, RefusesWhatItCannotShardByName) {
                 fully_shard(pair, {context.process_group});
               }),
               HasSubstr("'linear.bias' has dtype Double"));
-  EXPECT_THAT(message([](RankContext&) { clip_grad_norm_(*Pair(2, 2), 1.0); }), HasSubstr("not sharded"));
+  EXPECT_THAT(message([](RankContext&) { clip_grad_norm_(*Pair(2, 2), 1.0); }),
+              HasSubstr("not sharded"));
 }
 
 TEST(Dropout, DrawsFromTheRanksOwnGenerator) {

@@ -1,9 +1,11 @@
-// The in_process group: what each collective computes, that ranks cannot corrupt each other's memory,
-// and that every way to get out of step ends every rank with an error that says who and what.
+// The in_process group: what each collective computes, that ranks cannot corrupt each other's
+// memory, and that every way to get out of step ends every rank with an error that says who and
+// what.
 //
-// Values are small integers that depend on the rank, the case and the element, so that sums are exact
-// in every dtype and any stale, misplaced or unwritten element shows. Expectations are computed in
-// int64 or float64 from all ranks' inputs, by plain tensor operations on the main thread.
+// Values are small integers that depend on the rank, the case and the element, so that sums are
+// exact in every dtype and any stale, misplaced or unwritten element shows. Expectations are
+// computed in int64 or float64 from all ranks' inputs, by plain tensor operations on the main
+// thread.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -35,13 +37,12 @@ using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 const std::vector<torch::ScalarType> kEveryDtype = {
-    torch::kFloat, torch::kDouble, torch::kHalf,   torch::kBFloat16, torch::kByte,
-    torch::kChar,  torch::kShort,  torch::kInt,    torch::kLong,     torch::kUInt16,
+    torch::kFloat,  torch::kDouble, torch::kHalf, torch::kBFloat16, torch::kByte,
+    torch::kChar,   torch::kShort,  torch::kInt,  torch::kLong,     torch::kUInt16,
     torch::kUInt32, torch::kUInt64, torch::kBool};
 const std::vector<int> kWorldSizes = {1, 2, 3, 4, 5, 7, 8, 16, 64};
-const std::vector<ReduceOp::RedOpType> kReductions = {ReduceOp::SUM, ReduceOp::AVG,
-                                                      ReduceOp::PRODUCT, ReduceOp::MIN,
-                                                      ReduceOp::MAX};
+const std::vector<ReduceOp::RedOpType> kReductions = {
+    ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
 
 // Nothing here takes long; a hang is to end as a TimeoutError.
 fsdp::RunRanksOptions quick_options(milliseconds timeout = 30s) {
@@ -147,14 +148,17 @@ WorkPtr receive(const RankContext& rank, Tensor tensor, int sender, int tag = 0)
   return rank.process_group->recv(tensors, sender, tag);
 }
 
-// ---- Values, and tensors that notice writes beyond their ends ------------------------------------
+// ---- Values, and tensors that notice writes beyond their ends
+// ------------------------------------
 
 std::string reduction_name(ReduceOp::RedOpType reduction) {
   static const std::vector<std::string> names = {"sum", "mean", "product", "min", "max"};
   return names.at(reduction);
 }
 
-bool is_floating(torch::ScalarType dtype) { return c10::isFloatingType(dtype); }
+bool is_floating(torch::ScalarType dtype) {
+  return c10::isFloatingType(dtype);
+}
 
 // [world_size, numel] in int64: row r is what rank r puts in. Below 5, so that the sum of 64 is at
 // most 256, which BFloat16 still holds exactly.
@@ -206,12 +210,11 @@ class GuardedTensor {
 
   Tensor tensor() const { return whole_.narrow(0, kGuards, numel_); }
   bool guards_are_intact() const {
-    const auto guards = torch::cat({whole_.narrow(0, 0, kGuards),
-                                    whole_.narrow(0, kGuards + numel_, kGuards)});
-    return torch::equal(guards.to(torch::kDouble),
-                        torch::full({2 * kGuards}, 77, torch::kLong)
-                            .to(whole_.scalar_type())
-                            .to(torch::kDouble));
+    const auto guards =
+        torch::cat({whole_.narrow(0, 0, kGuards), whole_.narrow(0, kGuards + numel_, kGuards)});
+    return torch::equal(
+        guards.to(torch::kDouble),
+        torch::full({2 * kGuards}, 77, torch::kLong).to(whole_.scalar_type()).to(torch::kDouble));
   }
 
  private:
@@ -270,7 +273,8 @@ std::vector<Case> moving_cases(const std::string& operation, int world_size, boo
   std::vector<Case> cases;
   for (const auto dtype : kEveryDtype) {
     for (const auto numel : sizes_for(world_size)) {
-      Case test{case_name(operation, dtype, numel, world_size), dtype, numel, ReduceOp::SUM, {}, {}};
+      Case test{
+          case_name(operation, dtype, numel, world_size), dtype, numel, ReduceOp::SUM, {}, {}};
       const auto width = piece_per_rank ? numel * world_size : numel;
       test.inputs = values(world_size, width, static_cast<int>(cases.size())).to(dtype);
       cases.push_back(std::move(test));
@@ -289,7 +293,11 @@ std::vector<Case> reducing_cases(const std::string& operation, int world_size,
       }
       for (const auto numel : sizes_for(world_size)) {
         Case test{case_name(operation + " " + reduction_name(reduction), dtype, numel, world_size),
-                  dtype, numel, reduction, {}, {}};
+                  dtype,
+                  numel,
+                  reduction,
+                  {},
+                  {}};
         const auto width = piece_per_rank ? numel * world_size : numel;
         const auto all =
             values_for(reduction, dtype, world_size, width, static_cast<int>(cases.size()));
@@ -358,7 +366,8 @@ void on_threads(int world_size, milliseconds timeout,
   }
 }
 
-// ---- What the collectives compute ----------------------------------------------------------------
+// ---- What the collectives compute
+// ----------------------------------------------------------------
 
 TEST(ProcessGroup, AllGatherConcatenatesTheInputsInRankOrder) {
   for (const int world_size : kWorldSizes) {
@@ -433,9 +442,8 @@ TEST(ProcessGroup, ReduceGivesTheRootTheReductionAndLeavesTheOthersTensorsAlone)
         const int root = static_cast<int>(i) % world_size;
         const auto tensor = guarded_copy(test.inputs[context.rank]);
         reduce(context, tensor.tensor(), root, test.reduction)->wait();
-        expect_equal(tensor.tensor(),
-                     context.rank == root ? test.want : test.inputs[context.rank], test.name,
-                     context.rank);
+        expect_equal(tensor.tensor(), context.rank == root ? test.want : test.inputs[context.rank],
+                     test.name, context.rank);
         EXPECT_TRUE(tensor.guards_are_intact()) << test.name << " on rank " << context.rank;
       }
     });
@@ -469,9 +477,8 @@ TEST(ProcessGroup, GatherConcatenatesOnTheRootOnly) {
         const GuardedTensor output(test.numel * world_size, test.dtype);
         const auto before = output.tensor().clone();
         gather(context, pieces_of(output.tensor(), world_size), input.tensor(), root)->wait();
-        expect_equal(output.tensor(),
-                     context.rank == root ? test.inputs.reshape({-1}) : before, test.name,
-                     context.rank);
+        expect_equal(output.tensor(), context.rank == root ? test.inputs.reshape({-1}) : before,
+                     test.name, context.rank);
         expect_equal(input.tensor(), test.inputs[context.rank], test.name + " input", context.rank);
         EXPECT_TRUE(output.guards_are_intact()) << test.name << " on rank " << context.rank;
       }
@@ -639,7 +646,8 @@ TEST(ProcessGroup, BarrierReturnsAfterEveryRankHasEntered) {
   }
 }
 
-// ---- Arithmetic ----------------------------------------------------------------------------------
+// ---- Arithmetic
+// ----------------------------------------------------------------------------------
 
 // In float 1e8 + 1 is 1e8 again, so that the sum of 1e8, 1, -1e8 is 0 or 1 depending on the order.
 TEST(ProcessGroup, SumsAreTakenInRankOrder) {
@@ -697,17 +705,18 @@ TEST(ProcessGroup, BFloat16RoundsToNearestEven) {
   }
 }
 
-// Three ranks: a third is not a dyadic number, so a multiplication by the rounded reciprocal instead
-// of a division would show, for example as 7 * fl(1/3) != fl(7/3) for some of these numerators.
+// Three ranks: a third is not a dyadic number, so a multiplication by the rounded reciprocal
+// instead of a division would show, for example as 7 * fl(1/3) != fl(7/3) for some of these
+// numerators.
 TEST(ProcessGroup, MeanIsTheSumDividedByTheWorldSize) {
   for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
     run(3, [&](RankContext& context) {
       const auto numerators = torch::arange(1, 101, torch::kLong);
-      const auto tensor = (context.rank == 1 ? numerators : torch::zeros_like(numerators)).to(dtype);
+      const auto tensor =
+          (context.rank == 1 ? numerators : torch::zeros_like(numerators)).to(dtype);
       all_reduce(context, tensor, ReduceOp::AVG)->wait();
       const auto accumulation = dtype == torch::kDouble ? torch::kDouble : torch::kFloat;
-      const auto want =
-          (numerators.to(accumulation) / torch::full({}, 3, accumulation)).to(dtype);
+      const auto want = (numerators.to(accumulation) / torch::full({}, 3, accumulation)).to(dtype);
       expect_equal(tensor, want, c10::toString(dtype), context.rank);
     });
   }
@@ -764,7 +773,8 @@ TEST(ProcessGroup, InfinitiesSurvive) {
   }
 }
 
-// ---- Memory --------------------------------------------------------------------------------------
+// ---- Memory
+// --------------------------------------------------------------------------------------
 
 TEST(ProcessGroup, AllGatherInPlaceTakesItsInputFromItsPlaceInTheOutput) {
   constexpr std::int64_t kNumel = 5000;
@@ -791,15 +801,16 @@ TEST(ProcessGroup, ReduceScatterInPlacePutsItsOutputInItsPlaceInTheInput) {
         const auto input = all[context.rank].to(torch::kFloat);
         const auto output = input.narrow(0, context.rank * kNumel, kNumel);
         reduce_scatter(context, output, input)->wait();
-        expect_equal(output, pieces_of(reduced(all, ReduceOp::SUM, torch::kFloat),
-                                       world_size)[context.rank],
-                     "reduce_scatter in place", context.rank);
+        expect_equal(
+            output, pieces_of(reduced(all, ReduceOp::SUM, torch::kFloat), world_size)[context.rank],
+            "reduce_scatter in place", context.rank);
       }
     });
   }
 }
 
-// Overlaps that no in-place form has: a rank's result lies over values that others have yet to read.
+// Overlaps that no in-place form has: a rank's result lies over values that others have yet to
+// read.
 TEST(ProcessGroup, ResultsMayLieOverAnyOfTheRanksInputs) {
   constexpr std::int64_t kNumel = 4000;
   for (const int world_size : {2, 3, 8}) {
@@ -812,16 +823,17 @@ TEST(ProcessGroup, ResultsMayLieOverAnyOfTheRanksInputs) {
         const auto scattered = wide[context.rank].to(torch::kFloat);
         const auto piece = scattered.narrow(0, next * kNumel, kNumel);
         reduce_scatter(context, piece, scattered)->wait();
-        expect_equal(piece, pieces_of(reduced(wide, ReduceOp::SUM, torch::kFloat),
-                                      world_size)[context.rank],
-                     "reduce_scatter over another's piece", context.rank);
+        expect_equal(
+            piece, pieces_of(reduced(wide, ReduceOp::SUM, torch::kFloat), world_size)[context.rank],
+            "reduce_scatter over another's piece", context.rank);
 
         const auto shifted = wide[context.rank].to(torch::kFloat);
-        const auto odd = shifted.narrow(0, context.rank == 0 ? 1 : context.rank * kNumel - 1, kNumel);
+        const auto odd =
+            shifted.narrow(0, context.rank == 0 ? 1 : context.rank * kNumel - 1, kNumel);
         reduce_scatter(context, odd, shifted)->wait();
-        expect_equal(odd, pieces_of(reduced(wide, ReduceOp::SUM, torch::kFloat),
-                                    world_size)[context.rank],
-                     "reduce_scatter over two pieces", context.rank);
+        expect_equal(
+            odd, pieces_of(reduced(wide, ReduceOp::SUM, torch::kFloat), world_size)[context.rank],
+            "reduce_scatter over two pieces", context.rank);
 
         const auto gathered = torch::zeros({world_size * kNumel});
         const auto input = gathered.narrow(0, next * kNumel, kNumel);
@@ -832,11 +844,12 @@ TEST(ProcessGroup, ResultsMayLieOverAnyOfTheRanksInputs) {
 
         const auto exchanged = wide[context.rank].to(torch::kFloat);
         all_to_all(context, exchanged, exchanged)->wait();
-        expect_equal(
-            exchanged,
-            wide.view({world_size, world_size, kNumel}).select(1, context.rank).reshape({-1}).to(
-                torch::kFloat),
-            "all_to_all in place", context.rank);
+        expect_equal(exchanged,
+                     wide.view({world_size, world_size, kNumel})
+                         .select(1, context.rank)
+                         .reshape({-1})
+                         .to(torch::kFloat),
+                     "all_to_all in place", context.rank);
       }
     });
   }
@@ -901,7 +914,8 @@ TEST(ProcessGroup, TensorsMayGoOutOfScopeBeforeTheCollectiveIsDone) {
   });
 }
 
-// ---- Asynchrony ----------------------------------------------------------------------------------
+// ---- Asynchrony
+// ----------------------------------------------------------------------------------
 
 TEST(ProcessGroup, WorksMayBeWaitedForInAnyOrder) {
   run(4, [](RankContext& context) {
@@ -910,7 +924,8 @@ TEST(ProcessGroup, WorksMayBeWaitedForInAnyOrder) {
       const auto second = torch::zeros({400});
       const auto third = torch::full({10}, context.rank * 2.0);
       auto first_work = all_reduce(context, first);
-      auto second_work = all_gather(context, second, torch::full({100}, 1.0 * context.rank + round));
+      auto second_work =
+          all_gather(context, second, torch::full({100}, 1.0 * context.rank + round));
       auto third_work = all_reduce(context, third, ReduceOp::MAX);
       EXPECT_LT(first_work->getSequencenumber(), second_work->getSequencenumber());
       if (context.rank % 2 == 0) {
@@ -1064,7 +1079,8 @@ TEST(ProcessGroup, FiveHundredAndTwelveRanksMeet) {
   });
 }
 
-// ---- Calls that do not match ---------------------------------------------------------------------
+// ---- Calls that do not match
+// ---------------------------------------------------------------------
 
 struct Mismatch {
   std::string name;
@@ -1105,8 +1121,8 @@ TEST(ProcessGroup, CallsThatDoNotMatchEndEveryRankWithAMismatchError) {
       expect_equal(tensor, torch::full({4}, context.rank + 1.0), mismatch.name + ": tensor",
                    context.rank);
       // The group is broken, and says why.
-      const auto again = message_of<fsdp::MismatchError>(
-          [&] { context.process_group->barrier()->wait(); });
+      const auto again =
+          message_of<fsdp::MismatchError>([&] { context.process_group->barrier()->wait(); });
       expect_says(again, mismatch.says);
       ++caught;
     });
@@ -1139,7 +1155,8 @@ TEST(ProcessGroup, SplitSizesThatDifferAreAMismatch) {
 TEST(ProcessGroup, ASendAndAReceiveOfDifferentSizesAreAMismatch) {
   run(2, [](RankContext& context) {
     const auto message = message_of<fsdp::MismatchError>([&] {
-      (context.rank == 0 ? send(context, torch::ones({3}), 1) : receive(context, torch::ones({4}), 0))
+      (context.rank == 0 ? send(context, torch::ones({3}), 1)
+                         : receive(context, torch::ones({4}), 0))
           ->wait();
     });
     expect_says(message, {"rank 0 called send(Float, 3 elements, to rank 1, tag 0)",
@@ -1158,7 +1175,8 @@ TEST(ProcessGroup, TheListAndTheFlatFormMatch) {
   });
 }
 
-// ---- Calls that are wrong by themselves ----------------------------------------------------------
+// ---- Calls that are wrong by themselves
+// ----------------------------------------------------------
 
 struct Misuse {
   std::function<void(RankContext&)> call;
@@ -1175,11 +1193,15 @@ TEST(ProcessGroup, WrongArgumentsAreRefusedOnTheRankThatGaveThem) {
       {[&](RankContext& c) { reduce_scatter(c, ones(2), ones(3)); },
        {"reduce_scatter", "3", "wanted 4"}},
       {[&](RankContext& c) { all_gather_list(c, {ones(2)}, ones(2)); }, {"all_gather", "wanted 2"}},
-      {[&](RankContext& c) { all_gather_list(c, {ones(2), ones(3)}, ones(2)); },
+      {[&](RankContext& c) {
+         all_gather_list(c, {ones(2), ones(3)}, ones(2));
+       },
        {"all_gather", "rank 1 has 3 elements", "wanted 2"}},
       {[&](RankContext& c) { all_gather(c, torch::ones({4}, torch::kHalf), ones(2)); },
        {"all_gather", "Float", "Half"}},
-      {[&](RankContext& c) { all_reduce(c, torch::ones({2, 3}).t()); },
+      {[&](RankContext& c) {
+         all_reduce(c, torch::ones({2, 3}).t());
+       },
        {"all_reduce", "[3, 2]", "contiguous()"}},
       {[&](RankContext& c) { all_reduce(c, torch::ones({2}).to_sparse()); }, {"dense"}},
       {[&](RankContext& c) { all_reduce(c, Tensor()); }, {"undefined"}},
@@ -1208,12 +1230,20 @@ TEST(ProcessGroup, WrongArgumentsAreRefusedOnTheRankThatGaveThem) {
          c.process_group->allreduce(tensors);
        },
        {"2 tensors", "wanted 1"}},
-      {[&](RankContext& c) { all_to_all(c, ones(3), ones(3)); }, {"all_to_all", "3", "split sizes"}},
-      {[&](RankContext& c) { all_to_all(c, ones(4), ones(4), {1, 2}, {2, 2}); },
+      {[&](RankContext& c) { all_to_all(c, ones(3), ones(3)); },
+       {"all_to_all", "3", "split sizes"}},
+      {[&](RankContext& c) {
+         all_to_all(c, ones(4), ones(4), {1, 2}, {2, 2});
+       },
        {"add up to 3", "4"}},
-      {[&](RankContext& c) { all_to_all(c, ones(4), ones(4), {4}, {2, 2}); },
+      {[&](RankContext& c) {
+         all_to_all(c, ones(4), ones(4), {4}, {2, 2});
+       },
        {"1 split sizes", "wanted 2"}},
-      {[&](RankContext& c) { all_to_all(c, ones(4), ones(4), {5, -1}, {2, 2}); }, {"-1"}},
+      {[&](RankContext& c) {
+         all_to_all(c, ones(4), ones(4), {5, -1}, {2, 2});
+       },
+       {"-1"}},
       {[&](RankContext& c) {
          const auto freed = ones(4);
          freed.storage().unsafeGetStorageImpl()->set_nbytes(0);
@@ -1245,7 +1275,9 @@ TEST(ProcessGroup, ImpossibleGroupsAreRefused) {
   EXPECT_THROW(fsdp::make_in_process_group(2, {0ms, "world"}), fsdp::UsageError);
   auto options = quick_options();
   options.intra_op_threads = 0;
-  EXPECT_THROW(fsdp::run_ranks(2, [](RankContext&) {}, options), fsdp::UsageError);
+  EXPECT_THROW(fsdp::run_ranks(
+                   2, [](RankContext&) {}, options),
+               fsdp::UsageError);
 }
 
 TEST(ProcessGroup, ABackendKnowsItsNameItsRankAndItsSize) {
@@ -1258,7 +1290,8 @@ TEST(ProcessGroup, ABackendKnowsItsNameItsRankAndItsSize) {
   }
 }
 
-// ---- Ranks that do not come ----------------------------------------------------------------------
+// ---- Ranks that do not come
+// ----------------------------------------------------------------------
 
 TEST(ProcessGroup, ATimeoutNamesTheRanksThatAreMissing) {
   std::atomic<int> caught = 0;
@@ -1268,8 +1301,8 @@ TEST(ProcessGroup, ATimeoutNamesTheRanksThatAreMissing) {
     if (context.rank == 1 || context.rank == 3) {
       return;
     }
-    const auto message = message_of<fsdp::TimeoutError>(
-        [&] { all_reduce(context, torch::ones({4}))->wait(); });
+    const auto message =
+        message_of<fsdp::TimeoutError>([&] { all_reduce(context, torch::ones({4}))->wait(); });
     expect_says(message, {"rank " + std::to_string(context.rank) + ": ",
                           "all_reduce(sum, Float, 4 elements)", "number 1", "group \"test\"",
                           "ranks 1, 3 did not arrive within 200 ms"});
@@ -1304,8 +1337,9 @@ TEST(ProcessGroup, ATimeoutAlsoSaysIfTheRanksThatCameDoNotAgree) {
     }
     const auto message = message_of<fsdp::TimeoutError>(
         [&] { all_reduce(context, torch::ones({1 + context.rank}))->wait(); });
-    expect_says(message, {"rank 2 did not arrive", "rank 0 called all_reduce(sum, Float, 1 element)",
-                          "rank 1 called all_reduce(sum, Float, 2 elements)"});
+    expect_says(message,
+                {"rank 2 did not arrive", "rank 0 called all_reduce(sum, Float, 1 element)",
+                 "rank 1 called all_reduce(sum, Float, 2 elements)"});
   });
 }
 
@@ -1341,7 +1375,8 @@ TEST(ProcessGroup, AReceiveWithoutASendTimesOut) {
     if (context.rank == 0) {
       const auto message =
           message_of<fsdp::TimeoutError>([&] { receive(context, torch::ones({4}), 2)->wait(); });
-      expect_says(message, {"recv(Float, 4 elements, from rank 2, tag 0)", "rank 2 did not arrive"});
+      expect_says(message,
+                  {"recv(Float, 4 elements, from rank 2, tag 0)", "rank 2 did not arrive"});
     }
   });
 }
@@ -1360,7 +1395,8 @@ TEST(ProcessGroup, PollingEndsWithTheTimeoutToo) {
   });
 }
 
-// ---- Ranks that leave ----------------------------------------------------------------------------
+// ---- Ranks that leave
+// ----------------------------------------------------------------------------
 
 TEST(ProcessGroup, ARankThatLeavesEndsTheCollectivesThatWaitForIt) {
   std::atomic<int> caught = 0;
@@ -1436,8 +1472,7 @@ TEST(ProcessGroup, DestroyingShuttingDownAndAbortingABackendEndTheOthersWaits) {
   for (const std::string way : {"destroy", "shut down", "abort"}) {
     auto group = fsdp::make_in_process_group(2, {60s, "test"});
     std::jthread other([&] {
-      const auto message =
-          message_of<fsdp::PeerError>([&] { group[0]->barrier()->wait(); });
+      const auto message = message_of<fsdp::PeerError>([&] { group[0]->barrier()->wait(); });
       expect_says(message, {"rank 1"});
     });
     std::this_thread::sleep_for(30ms);
@@ -1464,7 +1499,8 @@ TEST(ProcessGroup, AWorkOutlivesItsBackend) {
   expect_equal(second, torch::full({3}, 2.0), "all_reduce", 1);
 }
 
-// ---- run_ranks -----------------------------------------------------------------------------------
+// ---- run_ranks
+// -----------------------------------------------------------------------------------
 
 TEST(RunRanks, RunsEveryRankOnceOnAThreadOfItsOwn) {
   for (const int world_size : kWorldSizes) {
@@ -1505,8 +1541,7 @@ TEST(RunRanks, RunsBackwardOnTheRanksOwnThread) {
     std::thread::id hook_thread;
     const auto leaf = torch::ones({2}, torch::requires_grad());
     auto product = leaf * 2;
-    product.register_hook(
-        [&](const Tensor&) { hook_thread = std::this_thread::get_id(); });
+    product.register_hook([&](const Tensor&) { hook_thread = std::this_thread::get_id(); });
     product.sum().backward();
     EXPECT_EQ(hook_thread, std::this_thread::get_id());
   });
@@ -1536,8 +1571,8 @@ TEST(RunRanks, ARankThatThrowsEndsTheOthersAndIsTheOneReported) {
               }
               context.process_group->barrier()->wait();
             } catch (const fsdp::PeerError& error) {
-              expect_says(error.what(), {"rank " + std::to_string(culprit) +
-                                         " left the group: no such shard"});
+              expect_says(error.what(),
+                          {"rank " + std::to_string(culprit) + " left the group: no such shard"});
               ++echoes;
               throw;
             }
