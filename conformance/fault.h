@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,24 +15,50 @@
 
 namespace shardproof {
 
-/// An observer that is told which step it is.
+/// Where a fault has changed something: what the first divergence must name.
+struct Strike {
+  int step = 0;
+  int rank = 0;
+  Quantity quantity{};
+  std::string name;           // of the parameter, or "total_norm"; empty if it touched all parameters
+  std::int64_t element = -1;  // in the flattened parameter; -1 if it touched more than one
+};
+
+/// The strikes of all ranks.
+class StrikeLog {
+ public:
+  void add(Strike strike) {
+    const std::lock_guard lock(mutex_);
+    strikes_.push_back(std::move(strike));
+  }
+  std::vector<Strike> strikes() const {
+    const std::lock_guard lock(mutex_);
+    return strikes_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Strike> strikes_;
+};
+
+/// An observer that is told which step it is, and tells where it struck. A fault that found nothing to change says nothing, so that it can
+/// be told from one that was missed.
 class StepObserver : public fsdp::Observer {
  public:
   void begin_step(int step) { step_ = step; }
+  void log_to(std::shared_ptr<StrikeLog> log) { log_ = std::move(log); }
 
  protected:
   int step() const { return step_; }
+  void struck(int rank, Quantity quantity, std::string name, std::int64_t element = -1) {
+    if (log_ != nullptr) {
+      log_->add({step_, rank, quantity, std::move(name), element});
+    }
+  }
 
  private:
   int step_ = 0;
-};
-
-/// Where a fault strikes first, hence what the first divergence must name.
-struct FaultSite {
-  int step = 0;
-  Quantity quantity{};
-  std::string name;    // parameter; empty if it strikes all
-  int rank = kNoRank;  // kNoRank if it strikes all
+  std::shared_ptr<StrikeLog> log_;
 };
 
 struct Fault {
@@ -39,7 +66,6 @@ struct Fault {
   std::string summary;  // one sentence, for --help
   /// The observer of one rank.
   std::function<std::unique_ptr<StepObserver>(const Scenario&, int rank)> make_observer;
-  std::function<FaultSite(const Scenario&)> site;
 };
 
 }  // namespace shardproof

@@ -144,6 +144,7 @@ class RankTrainer {
     }
     if (options.fault != nullptr) {
       fault_ = options.fault->make_observer(scenario, rank_);
+      fault_->log_to(options.strikes);
     }
   }
 

@@ -19,6 +19,8 @@ class FsdpSubject {
  public:
   struct Options {
     const Fault* fault = nullptr;
+    /// Where the fault's strikes are written down, if anywhere.
+    std::shared_ptr<StrikeLog> strikes;
     /// How long a rank waits for the others in one collective.
     std::chrono::milliseconds timeout = std::chrono::minutes(5);
     /// Called on each rank's thread before each step; tests throw from it.

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "conformance/fault.h"
 #include "conformance/verdict.h"
 #include "reference/scenario.h"
 
@@ -31,6 +32,7 @@ struct SummaryRow {
 struct RunSummary {
   Scenario scenario;
   std::string fault;  // "" for none
+  std::vector<Strike> strikes;  // where the fault struck
   double seconds = 0;
   std::vector<SummaryRow> rows;
   std::vector<Verdict> guards;

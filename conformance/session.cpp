@@ -186,6 +186,15 @@ class FreeRun {
   StepTrace last_;
 };
 
+void refuse_what_is_not_here(const Scenario& scenario) {
+  if (scenario.backend != "in_process") {
+    throw ScenarioError(fmt::format("backend is \"{}\"; wanted: \"in_process\", the only one in this build", scenario.backend));
+  }
+  if (scenario.device != "cpu") {
+    throw ScenarioError(fmt::format("device is \"{}\"; wanted: \"cpu\", the only one in this build", scenario.device));
+  }
+}
+
 void refuse_non_finite_losses(const StepTrace& subject) {
   for (const auto& tensor : subject.tensors) {
     if (tensor.quantity != Quantity::loss) {
@@ -208,6 +217,7 @@ void refuse_non_finite_losses(const StepTrace& subject) {
 RunSummary run_session(const SessionOptions& options) {
   const auto started = std::chrono::steady_clock::now();
   validate(options.scenario);
+  refuse_what_is_not_here(options.scenario);
   RunSummary summary;
   summary.scenario = options.scenario;
   summary.environment = describe_environment();
@@ -226,6 +236,7 @@ RunSummary run_session(const SessionOptions& options) {
   }
   FsdpSubject::Options subject_options;
   subject_options.fault = options.fault;
+  subject_options.strikes = std::make_shared<StrikeLog>();
   subject_options.timeout = options.timeout;
   FsdpSubject subject(options.scenario, weights, subject_options);
   TrainingGuards guards(options.scenario);
@@ -260,6 +271,13 @@ RunSummary run_session(const SessionOptions& options) {
     before = state_after(*trace);
   }
   references.finish();
+
+  summary.strikes = subject_options.strikes->strikes();
+  if (options.fault != nullptr && summary.strikes.empty()) {
+    throw fsdp::UsageError(fmt::format(
+        "fault '{}' found nothing to change in this scenario ({}); wanted: a scenario in which it can strike, for example more than one rank",
+        options.fault->name, dotted_name(options.scenario)));
+  }
 
   summary.guards = guards.verdicts();
   for (const auto& guard : summary.guards) {

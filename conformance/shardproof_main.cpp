@@ -167,6 +167,19 @@ void print_progress(int step, int steps, std::int64_t failed) {
             << (terminal && step + 1 < steps ? "   " : "\n") << std::flush;
 }
 
+int complain(int code, const std::string& message) {
+  std::cerr << "shardproof: " << message << "\n";
+  return code;
+}
+
+void print_strikes(const RunSummary& summary) {
+  const auto& first = summary.strikes.front();
+  std::cout << fmt::format("planted: {} struck {} time{}; first at step {}, rank {}: {} {}{}\n", summary.fault,
+                           summary.strikes.size(), summary.strikes.size() == 1 ? "" : "s", first.step, first.rank,
+                           to_string(first.quantity), first.name,
+                           first.element < 0 ? "" : fmt::format(", element {}", first.element));
+}
+
 int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) {
   SessionOptions options;
   options.scenario = scenario_of(arguments, scenario_options);
@@ -184,11 +197,6 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
       throw fsdp::UsageError(fmt::format("--fault {}: there is none of that name; wanted one of:{}",
                                          arguments.fault, known));
     }
-    const auto site = options.fault->site(options.scenario);
-    std::cerr << fmt::format("planted: {} ({}); it strikes {}{} at step {}, rank {}\n",
-                             options.fault->name, options.fault->summary, to_string(site.quantity),
-                             site.name.empty() ? "" : " of " + site.name, site.step,
-                             site.rank == kNoRank ? std::string("any") : std::to_string(site.rank));
   }
   options.weights = arguments.weights;
   options.report = arguments.report;
@@ -204,16 +212,17 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   }
   const auto summary = run_session(options);
   print_table(std::cout, summary);
+  if (options.fault != nullptr) {
+    print_strikes(summary);
+  }
   if (!arguments.report.empty()) {
     std::cout << "report: " << (std::filesystem::path(arguments.report) / "report.html").string()
               << "\n";
   }
+  if (summary.outcome == Outcome::passed && options.fault != nullptr) {
+    return complain(kExitBroken, fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
+  }
   return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
-}
-
-int complain(int code, const std::string& message) {
-  std::cerr << "shardproof: " << message << "\n";
-  return code;
 }
 
 int command(int argc, char** argv) {

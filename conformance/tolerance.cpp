@@ -244,7 +244,7 @@ at::Tensor rounding_bound(const at::Tensor& trusted, const at::Tensor& float64,
   const ErrorSums sums = error_sums(trusted, float64);
   double rms = sums.count > 0 ? std::sqrt(sums.value_squares / static_cast<double>(sums.count)) : 0;
   if (magnitude.defined() && magnitude.numel() > 0) {
-    const double of_terms = std::sqrt(as_float64(magnitude).square_().mean().item<double>());
+    const double of_terms = std::sqrt(as_float64(magnitude).square().mean().item<double>());
     rms = std::isfinite(of_terms) ? std::max(rms, of_terms) : rms;
   }
   const double error = kErrorFactor * std::max(sums.largest_error, quantity_relative_error * rms);

@@ -32,6 +32,7 @@ Scenario transformer(int world_size) {
 
 Scenario mlp(int world_size, std::vector<std::int64_t> sizes) {
   Scenario scenario = transformer(world_size);
+  scenario.model = ModelSpec();
   scenario.model.kind = "mlp";
   scenario.model.sizes = std::move(sizes);
   return scenario;

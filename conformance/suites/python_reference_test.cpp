@@ -103,10 +103,6 @@ TrainingState other_state(const StepTrace& trace) {
   return state;
 }
 
-bool is_empty(const fs::path& folder) {
-  return fs::is_empty(folder);
-}
-
 // ---------------------------------------------------------------------------------------------
 
 class PythonReferenceAgrees : public testing::TestWithParam<Scenario> {};
@@ -290,7 +286,7 @@ class PythonReferenceTrouble : public testing::Test {
     try {
       act();
     } catch (const PythonReferenceError& error) {
-      EXPECT_TRUE(is_empty(work_folder()));
+      EXPECT_TRUE(fs::is_empty(work_folder()));
       return error.what();
     }
     ADD_FAILURE() << "no PythonReferenceError";
@@ -442,8 +438,8 @@ TEST_F(PythonReferenceTrouble, AFileThatIsNotItsOwnIsNotTouched) {
 
 TEST_F(PythonReferenceTrouble, AfterATimeoutTheProgramAndItsChildrenAreGone) {
   auto options = fake("echo $$ > PIDS\nsleep 1000 &\necho $! >> PIDS\necho stuck >&2\nwait\n");
-  options.timeout = std::chrono::seconds(1);
-  expect_parts(failure_of_step(options), {"no answer within 1 s; wanted: {\"ready\": true",
+  options.timeout = std::chrono::seconds(2);
+  expect_parts(failure_of_step(options), {"no answer within 2 s; wanted: {\"ready\": true",
                                           "The end of its stderr:\n  stuck"});
   const auto pids = wait_for_pids(pid_file(), 2);
   ASSERT_EQ(pids.size(), 2U);
@@ -483,11 +479,11 @@ TEST_F(PythonReferenceTrouble, AnEndInBadOrderIsNamed) {
   expect_parts(failure_of_finish(fake(ready + "read line\necho '{\"error\": \"disk full\"}'\n")),
                {"failed: disk full; wanted: exit code 0"});
   auto slow = fake(ready + "read line\nexec sleep 1000\n");
-  slow.timeout = std::chrono::seconds(1);
-  expect_parts(failure_of_finish(slow), {"it did not end within 1 s"});
+  slow.timeout = std::chrono::seconds(2);
+  expect_parts(failure_of_finish(slow), {"it did not end within 2 s"});
   auto quiet = fake(ready + "read line\nexec sleep 1000 >&-\n");
-  quiet.timeout = std::chrono::seconds(1);
-  expect_parts(failure_of_finish(quiet), {"it did not end within 1 s"});
+  quiet.timeout = std::chrono::seconds(2);
+  expect_parts(failure_of_finish(quiet), {"it did not end within 2 s"});
 }
 
 TEST_F(PythonReferenceTrouble, TheDestructorEndsAProgramThatIsBusy) {
@@ -496,7 +492,7 @@ TEST_F(PythonReferenceTrouble, TheDestructorEndsAProgramThatIsBusy) {
     ASSERT_EQ(wait_for_pids(pid_file(), 1).size(), 1U);
   }
   EXPECT_FALSE(is_running(wait_for_pids(pid_file(), 1).front()));
-  EXPECT_TRUE(is_empty(work_folder()));
+  EXPECT_TRUE(fs::is_empty(work_folder()));
 }
 
 TEST_F(PythonReferenceTrouble, AProgramDoesNotOutliveAParentThatIsKilled) {
@@ -525,7 +521,8 @@ TEST_F(PythonReferenceTrouble, TheRealProgramRemovesTheFilesOfAParentThatIsKille
   int status = 0;
   ASSERT_EQ(::waitpid(parent, &status, 0), parent);
   ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "status " << status;
-  EXPECT_TRUE(comes_true_within(std::chrono::seconds(20), [&] { return is_empty(work_folder()); }));
+  EXPECT_TRUE(
+      comes_true_within(std::chrono::seconds(20), [&] { return fs::is_empty(work_folder()); }));
 }
 
 TEST_F(PythonReferenceTrouble, TheRealProgramsComplaintsArePassedOn) {
@@ -535,7 +532,7 @@ TEST_F(PythonReferenceTrouble, TheRealProgramsComplaintsArePassedOn) {
   const auto message = message_of([&] {
     PythonReference python(scenario(), initial(), real());
     python.step(0, nullptr);
-    EXPECT_TRUE(is_empty(fs::directory_iterator(work_folder())->path() / "trace"));
+    EXPECT_TRUE(fs::is_empty(fs::directory_iterator(work_folder())->path() / "trace"));
     python.step(1, &state);
   });
   expect_parts(message, {"the state lacks the tensor optimizer_state/exp_avg/",
@@ -554,7 +551,7 @@ TEST_F(PythonReferenceTrouble, SeveralLiveAtOnceAndEndInAnyOrder) {
   several[2]->finish();
   several[1]->finish();
   several.clear();
-  EXPECT_TRUE(is_empty(work_folder()));
+  EXPECT_TRUE(fs::is_empty(work_folder()));
 }
 
 }  // namespace

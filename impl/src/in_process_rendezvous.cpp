@@ -26,11 +26,14 @@ int core_count() {
   return count;
 }
 
-// Gives the others a moment before the thread goes to sleep, which costs more than most collectives
-// of a few kilobytes. Yielding rather than spinning, because the others may want this core.
-void pause_while(const Exchange& exchange, State state, int rounds) {
+// Looks again for a few microseconds before the thread goes to sleep, which costs more than most
+// collectives of a few kilobytes. It does not yield: where other programs want the core too, they
+// would keep it for milliseconds.
+void spin_while(const Exchange& exchange, State state, int rounds) {
   for (int round = 0; round < rounds && exchange.state() == state; ++round) {
-    std::this_thread::yield();
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
   }
 }
 
@@ -257,7 +260,8 @@ void Rendezvous::settle(Exchange& exchange) {
 
 void Rendezvous::wait(Exchange& exchange, int caller, milliseconds timeout) {
   if (exchange.state() == State::kCollecting) {
-    pause_while(exchange, State::kCollecting, world_size_ <= core_count() ? 100 : 2);
+    // With fewer cores than ranks, a rank that spins may keep from its core the one it waits for.
+    spin_while(exchange, State::kCollecting, world_size_ <= core_count() ? 300 : 0);
     std::unique_lock lock(mutex_);
     ++exchange.sleepers_;
     const bool has_changed =
@@ -270,7 +274,7 @@ void Rendezvous::wait(Exchange& exchange, int caller, milliseconds timeout) {
   }
   help(exchange, caller);
   if (!exchange.is_over()) {
-    pause_while(exchange, State::kReady, 20);
+    spin_while(exchange, State::kReady, 100);
     std::unique_lock lock(mutex_);
     exchange.changed_.wait(lock, [&] { return exchange.is_over(); });
   }

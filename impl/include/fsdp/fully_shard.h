@@ -85,6 +85,8 @@ class FullyShardedDataParallel {
   }
   ModuleType* operator->() const { return module_.get(); }
   ModuleType& module() const { return *module_; }
+  /// As fsdp::shard_placements of the whole model.
+  std::vector<ShardPlacement> shard_placements() const { return fsdp::shard_placements(*hooked_); }
   torch::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                                 bool error_if_nonfinite = false) {
     return fsdp::clip_grad_norm_(*hooked_, max_norm, norm_type, error_if_nonfinite);
