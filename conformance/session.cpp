@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <fstream>
 #include <future>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -13,6 +14,7 @@
 #include "conformance/fsdp_subject.h"
 #include "conformance/python_reference.h"
 #include "conformance/trace_io.h"
+#include "reference/data.h"
 #include "reference/models.h"
 #include "reference/trainer.h"
 
@@ -43,6 +45,24 @@ class ScratchFolder {
   std::filesystem::path path_;
 };
 
+/// The scenario with its corpus replaced by a copy, so that all programs and ranks train on the same bytes even if somebody edits the
+/// files meanwhile.
+Scenario with_frozen_corpus(Scenario scenario, const std::filesystem::path& scratch) {
+  const Dataset data(scenario);
+  if (data.corpus() == nullptr) {
+    return scenario;
+  }
+  const auto copy = scratch / "corpus";
+  std::ofstream out(copy, std::ios::binary);
+  out << *data.corpus();
+  out.close();
+  if (!out) {
+    throw FileError(fmt::format("{}: cannot write a copy of the corpus; make room, or set TMPDIR to another folder", copy.string()));
+  }
+  scenario.data.corpus = {copy.string()};
+  return scenario;
+}
+
 std::map<std::string, torch::Tensor> starting_weights(const SessionOptions& options) {
   auto weights = options.weights.empty() ? initial_parameters(options.scenario)
                                          : read_safetensors(options.weights).tensors;
@@ -62,9 +82,9 @@ std::map<std::string, torch::Tensor> starting_weights(const SessionOptions& opti
 /// The references that a scenario allows, and what each computes at a step.
 class References {
  public:
-  References(const SessionOptions& options, const std::map<std::string, torch::Tensor>& weights,
+  References(const SessionOptions& options, const Scenario& scenario, const std::map<std::string, torch::Tensor>& weights,
              const std::filesystem::path& scratch, std::vector<std::string>& notes)
-      : scenario_(options.scenario), lockstep_(options.lockstep) {
+      : scenario_(scenario), lockstep_(options.lockstep) {
     replay_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::replay, weights);
     if (options.python) {
       PythonReference::Options python;
@@ -144,7 +164,7 @@ class References {
   }
 
  private:
-  const Scenario& scenario_;
+  const Scenario scenario_;
   bool lockstep_;
   std::unique_ptr<ReferenceTrainer> replay_;
   std::unique_ptr<ReferenceTrainer> whole_;
@@ -228,18 +248,19 @@ RunSummary run_session(const SessionOptions& options) {
     report.emplace(options.report);
   }
   const ScratchFolder scratch;
+  const auto scenario = with_frozen_corpus(options.scenario, scratch.path());
   const auto weights = starting_weights(options);
-  References references(options, weights, scratch.path(), summary.notes);
+  References references(options, scenario, weights, scratch.path(), summary.notes);
   std::optional<FreeRun> free_run;
   if (options.lockstep && options.fault == nullptr && options.scenario.model.dropout == 0) {
-    free_run.emplace(options.scenario, weights);
+    free_run.emplace(scenario, weights);
   }
   FsdpSubject::Options subject_options;
   subject_options.fault = options.fault;
   subject_options.strikes = std::make_shared<StrikeLog>();
   subject_options.timeout = options.timeout;
-  FsdpSubject subject(options.scenario, weights, subject_options);
-  TrainingGuards guards(options.scenario);
+  FsdpSubject subject(scenario, weights, subject_options);
+  TrainingGuards guards(scenario);
 
   std::vector<Verdict> verdicts;
   TrainingState before;

@@ -38,6 +38,8 @@ class Dataset {
   /// micro-batch, rank by rank.
   Batch whole_batch(int step) const;
   std::size_t corpus_bytes() const { return corpus_ ? corpus_->size() : 0; }
+  /// The joined corpus; nullptr for synthetic data.
+  const std::string* corpus() const { return corpus_.get(); }
 
  private:
   Scenario scenario_;

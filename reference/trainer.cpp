@@ -3,258 +3,17 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <utility>
+
+#include "reference/optimizers.h"
 
 namespace shardproof {
 namespace {
 
 using torch::Tensor;
-
-// ---------------------------------------------------------------------------------------------
-// The exact sum of squares
-
-// An unsigned integer of 128 bits is no part of C++, but of every compiler that builds libtorch.
-__extension__ typedef unsigned __int128 Wide;
-
-/// A sum of squares of finite float64 numbers, held as one big integer in units of the square of
-/// the smallest such number, 2^-1074. It is long enough that no sum of fewer than 2^64 squares
-/// overflows, so that addition never rounds.
-class SumOfSquares {
- public:
-  void add(double value) {
-    // value = significand * 2^(exponent + kSmallest), all integers, so that its square is one too.
-    // Subnormal numbers have the exponent field 0, no leading 1, and the scale of the field 1.
-    const auto bits = std::bit_cast<std::uint64_t>(value);
-    const auto field = static_cast<int>(bits >> (kDigits - 1) & 0x7FF);
-    const std::uint64_t leading = field == 0 ? 0 : std::uint64_t{1} << (kDigits - 1);
-    const std::uint64_t significand = (bits & ((std::uint64_t{1} << (kDigits - 1)) - 1)) | leading;
-    const int exponent = std::max(field, 1) - 1;
-    add_at(static_cast<Wide>(significand) * significand, 2 * exponent);
-  }
-
-  /// Rounded to nearest, ties to even; infinity if it is too large for a float64.
-  double rounded() const {
-    int top = kBits - 1;
-    while (top >= 0 && !bit(top)) {
-      --top;
-    }
-    // The last bit that the result can hold: 53 from the top, but none below the smallest float64.
-    const int last = std::max(top - (kDigits - 1), -kSmallest);
-    std::uint64_t significand = 0;
-    for (int i = top; i >= last; --i) {
-      significand = 2 * significand + (bit(i) ? 1 : 0);
-    }
-    const bool half = bit(last - 1);
-    bool beyond_half = false;
-    for (int i = last - 2; i >= 0 && !beyond_half; --i) {
-      beyond_half = bit(i);
-    }
-    if (half && (beyond_half || significand % 2 == 1)) {
-      ++significand;
-    }
-    return std::ldexp(static_cast<double>(significand), last + 2 * kSmallest);
-  }
-
- private:
-  static constexpr int kDigits = std::numeric_limits<double>::digits;
-  static constexpr int kSmallest = -1074;  // exponent of the smallest positive float64
-  static constexpr int kLargest = 1024;    // every finite float64 is below 2 to this
-  static constexpr int kBits = 2 * (kLargest - kSmallest) + 64;
-
-  void add_at(Wide square, int position) {
-    const int offset = position % 64;
-    auto limb = static_cast<std::size_t>(position / 64);
-    // Up to 106 bits, moved by up to 63, stand in three limbs.
-    const auto low = static_cast<std::uint64_t>(square);
-    const auto high = static_cast<std::uint64_t>(square >> 64);
-    const Wide lower = static_cast<Wide>(low) << offset;
-    const Wide upper = (static_cast<Wide>(high) << offset) + (lower >> 64);
-    const std::array<std::uint64_t, 3> parts = {static_cast<std::uint64_t>(lower),
-                                                static_cast<std::uint64_t>(upper),
-                                                static_cast<std::uint64_t>(upper >> 64)};
-    std::uint64_t carry = 0;
-    for (std::size_t i = 0; i < parts.size() || carry != 0; ++i, ++limb) {
-      const Wide sum = static_cast<Wide>(limbs_[limb]) + (i < parts.size() ? parts[i] : 0) + carry;
-      limbs_[limb] = static_cast<std::uint64_t>(sum);
-      carry = static_cast<std::uint64_t>(sum >> 64);
-    }
-  }
-
-  bool bit(int i) const {
-    return i >= 0 && (limbs_[static_cast<std::size_t>(i / 64)] >> (i % 64) & 1) != 0;
-  }
-
-  // Two more than the bits need, for the upper parts of the largest squares.
-  std::array<std::uint64_t, kBits / 64 + 3> limbs_{};
-};
-
-}  // namespace
-
-Tensor exact_norm(const std::vector<Tensor>& tensors) {
-  if (tensors.empty()) {
-    return torch::zeros({}, torch::kFloat32);
-  }
-  const auto dtype = tensors.front().scalar_type();
-  SumOfSquares sum;
-  bool has_infinity = false;
-  bool has_nan = false;
-  for (const auto& tensor : tensors) {
-    if (tensor.scalar_type() != dtype) {
-      throw std::invalid_argument(fmt::format("exact_norm: tensors of dtype {} and {}; wanted: one",
-                                              c10::toString(dtype),
-                                              c10::toString(tensor.scalar_type())));
-    }
-    const auto values = tensor.detach().to(torch::kCPU, torch::kFloat64).contiguous();
-    const auto* value = values.const_data_ptr<double>();
-    for (std::int64_t i = 0; i < values.numel(); ++i) {
-      if (std::isfinite(value[i])) {
-        sum.add(value[i]);
-      } else {
-        has_nan = has_nan || std::isnan(value[i]);
-        has_infinity = true;
-      }
-    }
-  }
-  double norm = std::sqrt(sum.rounded());
-  if (has_nan) {
-    norm = std::numeric_limits<double>::quiet_NaN();
-  } else if (has_infinity) {
-    norm = std::numeric_limits<double>::infinity();
-  }
-  return torch::full({}, norm, torch::kFloat64).to(tensors.front().options());
-}
-
-namespace {
-
-// ---------------------------------------------------------------------------------------------
-// Optimizers: libtorch's own, whose state can be read and put in place by parameter name.
-
-using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
-
-std::vector<Tensor> values_of(const NamedTensors& named) {
-  std::vector<Tensor> values;
-  for (const auto& [name, value] : named) {
-    values.push_back(value);
-  }
-  return values;
-}
-
-class ReferenceOptimizer {
- public:
-  virtual ~ReferenceOptimizer() = default;
-  virtual void step() = 0;
-  /// Named "exp_avg/NAME" and so on, in parameter order.
-  virtual NamedTensors state() const = 0;
-  /// `find` returns the value of a state name, of that parameter's shape and dtype.
-  using Find = std::function<Tensor(const std::string& name, const Tensor& parameter)>;
-  virtual void set_state(std::int64_t steps_done, const Find& find) = 0;
-};
-
-class ReferenceAdamW : public ReferenceOptimizer {
- public:
-  ReferenceAdamW(const OptimizerSpec& spec, NamedTensors parameters)
-      : parameters_(std::move(parameters)), optimizer_(values_of(parameters_), options(spec)) {}
-
-  void step() override { optimizer_.step(); }
-
-  NamedTensors state() const override {
-    NamedTensors result;
-    for (const auto& [name, parameter] : parameters_) {
-      const auto& held = optimizer_.state().at(parameter.unsafeGetTensorImpl());
-      const auto& moments = static_cast<const torch::optim::AdamWParamState&>(*held);
-      result.emplace_back("exp_avg/" + name, moments.exp_avg());
-      result.emplace_back("exp_avg_sq/" + name, moments.exp_avg_sq());
-    }
-    return result;
-  }
-
-  void set_state(std::int64_t steps_done, const Find& find) override {
-    optimizer_.state().clear();
-    if (steps_done == 0) {
-      return;
-    }
-    for (const auto& [name, parameter] : parameters_) {
-      auto moments = std::make_unique<torch::optim::AdamWParamState>();
-      moments->step(steps_done);
-      moments->exp_avg(find("exp_avg/" + name, parameter));
-      moments->exp_avg_sq(find("exp_avg_sq/" + name, parameter));
-      optimizer_.state()[parameter.unsafeGetTensorImpl()] = std::move(moments);
-    }
-  }
-
- private:
-  static torch::optim::AdamWOptions options(const OptimizerSpec& spec) {
-    return torch::optim::AdamWOptions(spec.lr)
-        .betas({spec.beta1, spec.beta2})
-        .eps(spec.eps)
-        .weight_decay(spec.weight_decay);
-  }
-
-  NamedTensors parameters_;
-  torch::optim::AdamW optimizer_;
-};
-
-class ReferenceSgd : public ReferenceOptimizer {
- public:
-  ReferenceSgd(const OptimizerSpec& spec, NamedTensors parameters)
-      : parameters_(std::move(parameters)),
-        optimizer_(values_of(parameters_), torch::optim::SGDOptions(spec.lr)
-                                               .momentum(spec.momentum)
-                                               .weight_decay(spec.weight_decay)),
-        has_momentum_(spec.momentum != 0) {}
-
-  void step() override { optimizer_.step(); }
-
-  NamedTensors state() const override {
-    NamedTensors result;
-    if (has_momentum_) {
-      for (const auto& [name, parameter] : parameters_) {
-        const auto& held = optimizer_.state().at(parameter.unsafeGetTensorImpl());
-        result.emplace_back(
-            "momentum_buffer/" + name,
-            static_cast<const torch::optim::SGDParamState&>(*held).momentum_buffer());
-      }
-    }
-    return result;
-  }
-
-  void set_state(std::int64_t steps_done, const Find& find) override {
-    optimizer_.state().clear();
-    if (steps_done == 0 || !has_momentum_) {
-      return;
-    }
-    for (const auto& [name, parameter] : parameters_) {
-      auto buffer = std::make_unique<torch::optim::SGDParamState>();
-      buffer->momentum_buffer(find("momentum_buffer/" + name, parameter));
-      optimizer_.state()[parameter.unsafeGetTensorImpl()] = std::move(buffer);
-    }
-  }
-
- private:
-  NamedTensors parameters_;
-  torch::optim::SGD optimizer_;
-  bool has_momentum_;
-};
-
-std::unique_ptr<ReferenceOptimizer> make_optimizer(const OptimizerSpec& spec,
-                                                   NamedTensors parameters) {
-  if (spec.kind == "sgd") {
-    return std::make_unique<ReferenceSgd>(spec, std::move(parameters));
-  }
-  return std::make_unique<ReferenceAdamW>(spec, std::move(parameters));
-}
-
-// ---------------------------------------------------------------------------------------------
-// Traces
 
 Tensor copied(const Tensor& tensor) {
   return tensor.detach().to(tensor.options().device(torch::kCPU), /*non_blocking=*/false,
@@ -315,8 +74,6 @@ std::string_view to_string(ReferenceMode mode) {
   throw std::invalid_argument("to_string: no such ReferenceMode");
 }
 
-// ---------------------------------------------------------------------------------------------
-
 struct ReferenceTrainer::Impl {
   Impl(const Scenario& asked, ReferenceMode asked_mode,
        const std::map<std::string, Tensor>& initial)
@@ -330,7 +87,7 @@ struct ReferenceTrainer::Impl {
     for (const auto& parameter : model->named_parameters()) {
       parameters.emplace_back(parameter.key(), parameter.value());
     }
-    optimizer = make_optimizer(scenario.optimizer, parameters);
+    optimizer = make_reference_optimizer(scenario.optimizer, parameters);
     for (int rank = 0; rank < scenario.world_size; ++rank) {
       generators.push_back(
           at::detail::createCPUGenerator(scenario.seed + static_cast<std::uint64_t>(rank)));

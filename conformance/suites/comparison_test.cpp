@@ -324,7 +324,7 @@ TEST(Comparison, AnotherShapeOrDtypeFails) {
   TraceTensor got = replicated(Quantity::gradient, "w", numbers({2, 3}), 3);
   got.pieces[2].values = numbers({6});
   expect_message(compare_one(got, want), "rank 2 holds shape [6]");
-  got.pieces[2].values = {};
+  got.pieces[2].values = at::Tensor();
   expect_message(compare_one(got, want), "rank 2 holds no values");
 }
 
@@ -676,6 +676,30 @@ INSTANTIATE_TEST_SUITE_P(, Bounds,
                                   std::get<1>(info.param) +
                                   (std::get<2>(info.param) > 0 ? "_clipped" : "");
                          });
+
+TEST(BoundedComparison, LeavesTheTracesAsTheyWere) {
+  References references(bounded_scenario("adamw", "float64", 0.1));
+  references.step();
+  const auto bits = [&] {
+    std::vector<at::Tensor> copies;
+    for (const StepTrace* trace : {&references.replay, &references.whole, &references.float64}) {
+      for (const TraceTensor& tensor : trace->tensors) {
+        copies.push_back(tensor.pieces[0].values.clone());
+        if (tensor.magnitude.defined()) {
+          copies.push_back(tensor.magnitude.clone());
+        }
+      }
+    }
+    return copies;
+  };
+  const std::vector<at::Tensor> before = bits();
+  references.compare(references.replay, "whole");
+  references.compare(references.replay, "float64");
+  const std::vector<at::Tensor> after = bits();
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(before[i].equal(after[i])) << i;
+  }
+}
 
 TEST(BoundedComparison, HoldsTheMeanLossToTheMeanOfEveryRanksLosses) {
   References references(bounded_scenario("sgd", "float32", 0));

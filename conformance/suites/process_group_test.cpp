@@ -44,7 +44,8 @@ const std::vector<int> kWorldSizes = {1, 2, 3, 4, 5, 7, 8, 16, 64};
 const std::vector<ReduceOp::RedOpType> kReductions = {
     ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX};
 
-// The tensors are small, and threads that wait for each other to add them up are slow on busy cores.
+// The tensors are small, and threads that wait for each other to add them up are slow on busy
+// cores.
 class OneIntraOpThread : public testing::Environment {
   void SetUp() override { at::set_num_threads(1); }
 };

@@ -352,8 +352,7 @@ class Report : public ::testing::Test {
 TEST_F(Report, HasEveryVerdictAndASummaryThatFitTheirSchemas) {
   RunSummary summary = summary_of({passed_verdict(), failed_verdict(), bounded_verdict()});
   summary.guards = {guard_verdict(Outcome::passed)};
-  json environment = {{"libtorch", "2.11.0"}};
-  summary.environment = &environment;
+  summary.environment = {{"libtorch", "2.11.0"}};
   {
     ReportWriter writer(folder());
     for (const Verdict& verdict : {passed_verdict(), failed_verdict(), bounded_verdict()}) {

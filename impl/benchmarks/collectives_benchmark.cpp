@@ -103,8 +103,7 @@ std::function<void()> memcpy_round(RankContext&, std::int64_t bytes) {
   auto input = torch::full({bytes}, 1, torch::kByte);
   auto output = torch::zeros({bytes}, torch::kByte);
   return [input, output, bytes] {
-    std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(),
-                static_cast<std::size_t>(bytes));
+    std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(), static_cast<std::size_t>(bytes));
     benchmark::ClobberMemory();
   };
 }

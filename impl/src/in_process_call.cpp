@@ -66,13 +66,12 @@ std::vector<Party> group_by_signature(const std::vector<Call>& calls,
 }
 
 std::string describe_parties(const std::vector<Call>& calls, std::vector<Party> parties) {
-  std::stable_sort(parties.begin(), parties.end(), [](const Party& a, const Party& b) {
-    return a.ranks.size() < b.ranks.size();
-  });
+  std::stable_sort(parties.begin(), parties.end(),
+                   [](const Party& a, const Party& b) { return a.ranks.size() < b.ranks.size(); });
   std::vector<std::string> lines;
   for (const auto& party : parties) {
-    lines.push_back(fmt::format("{} called {}", describe_ranks(party.ranks),
-                                describe(calls[party.first])));
+    lines.push_back(
+        fmt::format("{} called {}", describe_ranks(party.ranks), describe(calls[party.first])));
   }
   return join_some(lines, "; ");
 }
@@ -105,7 +104,9 @@ void add_range(std::vector<Range>& ranges, const Slice& slice, bool is_written) 
 }
 
 // The slot of `slots` that holds what `rank` gives to itself.
-int own_slot(const Slots& slots, int rank) { return slots.size() == 1 ? 0 : rank; }
+int own_slot(const Slots& slots, int rank) {
+  return slots.size() == 1 ? 0 : rank;
+}
 
 bool is_own_slot_in_place(const Transfer& transfer, int rank) {
   if (transfer.from.size() == 0 || transfer.to.size() == 0) {
@@ -193,12 +194,15 @@ const char* operation_name(Operation operation) {
 }
 
 char* Slice::data() const {
-  // Who may write here is settled when the call is checked; a const pointer would only move the cast.
+  // Who may write here is settled when the call is checked; a const pointer would only move the
+  // cast.
   const auto* base = static_cast<const char*>(tensor->const_data_ptr());
   return const_cast<char*>(base) + offset * tensor->element_size();
 }
 
-Slots Slots::whole(at::Tensor tensor) { return list({std::move(tensor)}); }
+Slots Slots::whole(at::Tensor tensor) {
+  return list({std::move(tensor)});
+}
 
 Slots Slots::list(std::vector<at::Tensor> tensors) {
   Slots slots;
@@ -313,12 +317,13 @@ std::string find_transfer_mismatch(const Call& send, const Call& receive) {
       send.device().type() == receive.device().type()) {
     return {};
   }
-  return fmt::format("rank {} called {}; rank {} called {}", send.rank, describe(send), receive.rank,
-                     describe(receive));
+  return fmt::format("rank {} called {}; rank {} called {}", send.rank, describe(send),
+                     receive.rank, describe(receive));
 }
 
 void separate_overlapping_memory(Call& call) {
-  // Nearly always the tensors are apart as a whole, and there is no need to look at hundreds of slots.
+  // Nearly always the tensors are apart as a whole, and there is no need to look at hundreds of
+  // slots.
   if (!reads_what_it_writes(tensor_ranges(call)) ||
       !reads_what_it_writes(slot_ranges_at_risk(call))) {
     return;

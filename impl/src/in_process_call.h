@@ -39,9 +39,9 @@ struct Slice {
   std::int64_t nbytes() const { return numel * tensor->element_size(); }
 };
 
-/// What a rank gives or takes, in slots: in an all-gather's output, slot i is what rank i gave; in a
-/// reduce-scatter's input, slot i is what rank i is to get. The slots are pieces of one tensor, or
-/// tensors of their own.
+/// What a rank gives or takes, in slots: in an all-gather's output, slot i is what rank i gave; in
+/// a reduce-scatter's input, slot i is what rank i is to get. The slots are pieces of one tensor,
+/// or tensors of their own.
 class Slots {
  public:
   Slots() = default;
@@ -103,7 +103,8 @@ std::string find_transfer_mismatch(const Call& send, const Call& receive);
 
 /// If this rank takes into memory that it also gives, and the others might find it overwritten,
 /// the call is made to give copies. Left alone are the in-place forms that need no copy: a rank's
-/// own slot given and taken at the same address, which no other portion of the work reads or writes.
+/// own slot given and taken at the same address, which no other portion of the work reads or
+/// writes.
 void separate_overlapping_memory(Call& call);
 
 }  // namespace fsdp::in_process

@@ -163,8 +163,7 @@ void InProcessBackend::check_alike(const Call& call, const Transfer& transfer) c
   }
 }
 
-void InProcessBackend::check_slots(const Call& call, const Slots& slots,
-                                   std::int64_t numel) const {
+void InProcessBackend::check_slots(const Call& call, const Slots& slots, std::int64_t numel) const {
   for (int slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot].numel != numel) {
       refuse(call, fmt::format("the tensor for rank {} has {} elements; wanted {}, as many as this "
@@ -194,6 +193,12 @@ void InProcessBackend::check_flat(const Call& call, const at::Tensor& part,
 
 void InProcessBackend::check_reduction(const Call& call) const {
   for (const auto& transfer : call.transfers) {
+    // libtorch's own operators, which do the work on other devices, cannot add these.
+    if (c10::isBarebonesUnsignedType(transfer.dtype) && !call.device().is_cpu()) {
+      refuse(call, fmt::format("no {} of {} on {}; convert the tensor to a signed integer",
+                               in_process::reduction_name(call.reduction),
+                               c10::toString(transfer.dtype), call.device().str()));
+    }
     if (!in_process::is_reducible(call.reduction, transfer.dtype)) {
       refuse(call, fmt::format("no {} of {}; sum, product, min and max take floating-point numbers "
                                "of 16 bits and more, integers and bool, and mean takes "
@@ -211,8 +216,7 @@ Transfer InProcessBackend::make_transfer(const Call& call, Slots from, Slots to,
   transfer.to = std::move(to);
   transfer.numel = numel;
   check_alike(call, transfer);
-  const auto& tensors =
-      transfer.from.size() > 0 ? transfer.from.tensors() : transfer.to.tensors();
+  const auto& tensors = transfer.from.size() > 0 ? transfer.from.tensors() : transfer.to.tensors();
   transfer.dtype = tensors.front().scalar_type();
   return transfer;
 }

@@ -145,8 +145,8 @@ void Exchange::carry_out(int portion) {
   }
 }
 
-// The ranks' tensors may be on several devices, and a copy between two uses a stream of each. So all
-// of this thread's streams start after all the calls, and all of them have to be done.
+// The ranks' tensors may be on several devices, and a copy between two uses a stream of each. So
+// all of this thread's streams start after all the calls, and all of them have to be done.
 void Exchange::carry_out_on_device(int portion) {
   std::vector<at::Device> devices;
   for (const auto& call : calls_) {
@@ -326,12 +326,12 @@ void Rendezvous::expire(Exchange& exchange, int caller, milliseconds timeout) {
       exchange.is_transfer_ ? std::string() : fmt::format(", number {},", exchange.sequence());
   break_group(make_failure(
       Failure::Kind::kTimeout,
-      fmt::format("{}{} timed out: {} did not arrive within {} ms.{} Find out what keeps {}, or "
-                  "raise the timeout.",
-                  describe(exchange.calls_[caller]), number, describe_ranks(missing),
-                  timeout.count(),
-                  mismatch.empty() ? "" : fmt::format(" Those that did do not agree: {}.", mismatch),
-                  missing.size() == 1 ? "it" : "them")));
+      fmt::format(
+          "{}{} timed out: {} did not arrive within {} ms.{} Find out what keeps {}, or "
+          "raise the timeout.",
+          describe(exchange.calls_[caller]), number, describe_ranks(missing), timeout.count(),
+          mismatch.empty() ? "" : fmt::format(" Those that did do not agree: {}.", mismatch),
+          missing.size() == 1 ? "it" : "them")));
 }
 
 void Rendezvous::throw_if_failed(const Exchange& exchange, int caller) const {

@@ -64,7 +64,7 @@ class Exchange {
   void note_first_error(std::exception_ptr error);
 
   const std::uint64_t sequence_;
-  const bool is_transfer_;  // then caller 0 is the sender and caller 1 the receiver
+  const bool is_transfer_;   // then caller 0 is the sender and caller 1 the receiver
   std::vector<Call> calls_;  // by caller, which in a collective is the rank
   std::vector<EventPtr> call_events_;
   std::vector<bool> has_arrived_;
@@ -89,7 +89,8 @@ class Rendezvous {
  public:
   Rendezvous(int world_size, std::string name);
 
-  /// The calling rank's next collective. Throws if the group is already known to be unable to do it.
+  /// The calling rank's next collective. Throws if the group is already known to be unable to do
+  /// it.
   ExchangePtr post(Call call);
 
   /// A send or receive. It meets the oldest unmatched one of the other side with its tag.
@@ -147,11 +148,11 @@ class Rendezvous {
   const int world_size_;
   const std::string name_;
   mutable std::mutex mutex_;
-  std::vector<std::uint64_t> posted_;       // collectives by rank
-  std::deque<ExchangePtr> open_;            // collectives for which not all have arrived
-  std::uint64_t first_open_ = 0;            // the sequence number of open_[0]
+  std::vector<std::uint64_t> posted_;  // collectives by rank
+  std::deque<ExchangePtr> open_;       // collectives for which not all have arrived
+  std::uint64_t first_open_ = 0;       // the sequence number of open_[0]
   std::map<Channel, std::deque<ExchangePtr>> open_transfers_;
-  std::vector<Breach> breaches_;            // in the order of their happening
+  std::vector<Breach> breaches_;  // in the order of their happening
 };
 
 }  // namespace fsdp::in_process

@@ -13,7 +13,9 @@ InProcessWork::InProcessWork(Place place, int rank, c10d::OpType operation, at::
       timeout_(timeout),
       posted_at_(std::chrono::steady_clock::now()) {}
 
-InProcessWork::~InProcessWork() { place_.rendezvous->help(*place_.exchange, place_.caller); }
+InProcessWork::~InProcessWork() {
+  place_.rendezvous->help(*place_.exchange, place_.caller);
+}
 
 bool InProcessWork::isCompleted() {
   auto& exchange = *place_.exchange;

@@ -17,8 +17,8 @@ using RedOpType = c10d::ReduceOp::RedOpType;
 constexpr std::int64_t kBlock = 2048;
 
 template <typename T>
-constexpr bool kIsReducedPrecision = std::is_same_v<T, c10::Half> ||
-                                     std::is_same_v<T, c10::BFloat16>;
+constexpr bool kIsReducedPrecision =
+    std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
 
 template <typename T>
 using Accumulator = std::conditional_t<kIsReducedPrecision<T>, float, T>;
@@ -63,8 +63,8 @@ struct Max {
   }
 };
 
-// Calls body(i) for i in [0, numel). A full block has a trip count that the compiler knows, which is
-// what it wants at -O2 to use vector instructions.
+// Calls body(i) for i in [0, numel). A full block has a trip count that the compiler knows, which
+// is what it wants at -O2 to use vector instructions.
 template <typename Body>
 void for_each_in_block(std::int64_t numel, Body body) {
   if (numel == kBlock) {
@@ -80,9 +80,8 @@ void for_each_in_block(std::int64_t numel, Body body) {
 
 template <typename T>
 void load(Accumulator<T>* __restrict accumulator, const T* __restrict source, std::int64_t numel) {
-  for_each_in_block(numel, [=](std::int64_t i) {
-    accumulator[i] = static_cast<Accumulator<T>>(source[i]);
-  });
+  for_each_in_block(
+      numel, [=](std::int64_t i) { accumulator[i] = static_cast<Accumulator<T>>(source[i]); });
 }
 
 template <typename Combiner, typename T>
@@ -101,8 +100,7 @@ void divide(A* accumulator, A divisor, std::int64_t numel) {
 template <typename T>
 void store(T* __restrict target, const Accumulator<T>* __restrict accumulator, std::int64_t numel) {
   if constexpr (kIsReducedPrecision<T>) {
-    for_each_in_block(numel,
-                      [=](std::int64_t i) { target[i] = static_cast<T>(accumulator[i]); });
+    for_each_in_block(numel, [=](std::int64_t i) { target[i] = static_cast<T>(accumulator[i]); });
   } else {
     std::memcpy(target, accumulator, static_cast<std::size_t>(numel) * sizeof(T));
   }

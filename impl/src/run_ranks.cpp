@@ -1,4 +1,5 @@
-// Runs a function once per rank, on a thread each, and finds the exception that started the trouble.
+// Runs a function once per rank, on a thread each, and finds the exception that started the
+// trouble.
 
 #include <ATen/Parallel.h>
 #include <c10/core/AutogradState.h>
@@ -9,7 +10,6 @@
 #include <exception>
 #include <mutex>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <typeinfo>
 
@@ -66,8 +66,8 @@ void rethrow_if_one_of(const std::exception& error, const std::string& message) 
   }
 }
 
-// Keeps the exception to tell the caller of. PeerErrors are told to ranks because another rank left,
-// so any other exception, even a later one, is nearer to the cause.
+// Keeps the exception to tell the caller of. PeerErrors are told to ranks because another rank
+// left, so any other exception, even a later one, is nearer to the cause.
 class Cause {
  public:
   void note(int rank, std::exception_ptr exception, bool is_peer_error) {
@@ -159,16 +159,17 @@ void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
   const IntraOpThreadsGuard guard;
   Cause cause;
   std::vector<std::jthread> threads;
+  threads.reserve(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     RankContext context{rank, world_size, backends[rank]};
     try {
       threads.emplace_back(
           [&, context = std::move(context)] { run_rank(context, body, options, cause); });
-    } catch (const std::system_error& error) {
-      const auto problem =
-          fmt::format("no thread for rank {} of {} could be started: {}. Run fewer ranks or raise "
-                      "the limit on threads.",
-                      rank, world_size, error.what());
+    } catch (const std::exception& error) {
+      const auto problem = fmt::format(
+          "no thread for rank {} of {} could be started: {}. Run fewer ranks or raise "
+          "the limit on threads.",
+          rank, world_size, error.what());
       cause.note(rank, std::make_exception_ptr(Error(problem)), /*is_peer_error=*/false);
       for (int missing = rank; missing < world_size; ++missing) {
         leave_group(*backends[missing], problem);

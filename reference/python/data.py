@@ -17,7 +17,7 @@ _BYTES, _TOKENS, _INPUT, _TARGET = 1, 2, 3, 4
 
 
 def _mix(z: UInt64s) -> UInt64s:
-    """The finalizer of SplitMix64. Arrays of uint64 wrap around silently, which is what is wanted."""
+    """The finalizer of SplitMix64. Arrays of uint64 wrap around silently, as is wanted."""
     z = z ^ (z >> np.uint64(30))
     z = z * np.uint64(0xBF58476D1CE4E5B9)
     z = z ^ (z >> np.uint64(27))

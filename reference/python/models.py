@@ -33,9 +33,9 @@ class Dropout(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear as libtorch's C++ frontend computes it. For inputs of more than two dimensions it adds
-    the bias to the product, rounding between, where Python's torch.nn.functional.linear starts the
-    product's sums from the bias: equal numbers, but other roundings."""
+    """nn.Linear as libtorch's C++ frontend computes it. For inputs of more than two dimensions it
+    adds the bias to the product, rounding between, where Python's torch.nn.functional.linear starts
+    the product's sums from the bias: equal numbers, but other roundings."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.bias is not None and input.dim() == 2:

@@ -21,7 +21,7 @@ _EXPONENTS = 1024 - _LOWEST_EXPONENT + 1
 
 
 def exact_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Scalar in the tensors' dtype: the sum is rounded to float64 once, and its root to the dtype."""
+    """A scalar of the tensors' dtype: the sum is rounded to float64 once, its root to the dtype."""
     tensors = list(tensors)
     dtype = tensors[0].dtype
     arrays = [each.detach().reshape(-1).cpu().double().numpy() for each in tensors]
@@ -32,11 +32,11 @@ def exact_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def exact_sum_of_squares(values: NDArray[np.float64]) -> float:
-    """The real sum of squares of finite numbers, rounded to float64 once; infinite if that overflows.
+    """The real sum of squares of finite numbers, rounded to float64 once; infinite if it overflows.
 
-    Every number is m * 2^(e - 53) with an integer m below 2^53. With m = a * 2^27 + b, its square is
-    made of the integers a*a, 2*a*b and b*b. Their sums are kept by exponent, in 27-bit limbs, and
-    joined at the end in Python's integers."""
+    Every number is m * 2^(e - 53) with an integer m below 2^53. With m = a * 2^27 + b, its square
+    is made of the integers a*a, 2*a*b and b*b. Their sums are kept by exponent, in 27-bit limbs,
+    and joined at the end in Python's integers."""
     # Row i holds the sum of limbs that stand for 2^(27 i) * 2^(2 (e - 53)); column: exponent e.
     limbs = [[0] * _EXPONENTS for _ in range(4)]
     for start in range(0, len(values), _CHUNK):

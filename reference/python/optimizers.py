@@ -1,4 +1,4 @@
-"""Optimizers, with the state that a trace shows: "KIND/NAME" to tensor, empty before the first step."""
+"""Optimizers, with the state that a trace shows: "KIND/NAME" to tensor, none before a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Optimizer:
         raise NotImplementedError
 
     def load_state(self, steps_done: int, state: NamedTensors) -> None:
-        """Either no tensors at all, before the first step, or one of each kind for each parameter."""
+        """Either no tensors at all, before the first step, or one of each kind and parameter."""
         wanted = {f"{kind}/{name}" for name in self.parameters for kind in self.kinds}
         if state or steps_done > 0:
             for key in sorted(wanted ^ state.keys()):
@@ -96,10 +96,10 @@ class Sgd(Optimizer):
 
 
 class AdamW(Optimizer):
-    """The formula of reference/README.md, written out. It is not torch.optim.AdamW, because that one
-    averages with lerp_, m + (1 - beta1) * (g - m), where libtorch's C++ class multiplies and adds,
-    beta1 * m + (1 - beta1) * g: equal numbers, but other roundings. PeerAdamW measures how far apart
-    the two are."""
+    """The formula of reference/README.md, written out. It is not torch.optim.AdamW, because that
+    one averages with lerp_, m + (1 - beta1) * (g - m), where libtorch's C++ class multiplies and
+    adds, beta1 * m + (1 - beta1) * g: equal numbers, but other roundings. PeerAdamW measures how
+    far apart the two are."""
 
     kinds = ("exp_avg", "exp_avg_sq")
 
@@ -138,9 +138,9 @@ def make_optimizer(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> 
 
 
 class PeerAdamW:
-    """torch.optim.AdamW from the state that an AdamW has now, to be compared with it a step later."""
+    """torch.optim.AdamW from the state that an AdamW has now, to be compared a step later."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._ours = optimizer
         self._parameters = {
             name: parameter.detach().clone() for name, parameter in optimizer.parameters.items()
@@ -163,9 +163,9 @@ class PeerAdamW:
             }
 
     def difference_after(self, gradients: NamedTensors) -> float:
-        """Takes the step that `optimizer` has taken, and returns the largest difference between the
-        two, over parameters and averages, relative to the largest element of the same tensor. (A
-        single element may be near zero by cancellation, so an elementwise ratio would say little.)"""
+        """Takes the step that the other has taken, and returns the largest difference between the
+        two, over parameters and averages, relative to the largest element of the same tensor. (One
+        element may be near zero by cancellation, so an elementwise ratio would say little.)"""
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name].clone()
         self._adamw.step()

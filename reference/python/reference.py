@@ -18,6 +18,7 @@ Only such lines go to stdout; everything else goes to stderr. Any trouble is one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -88,16 +89,14 @@ def main(arguments: list[str], orders: TextIO, answers: TextIO) -> int:
         sentence, code = str(trouble), EXIT_USAGE
     except EnvironmentTrouble as trouble:
         sentence, code = str(trouble), EXIT_SOFTWARE
-    except Exception as trouble:  # noqa: BLE001: whatever it is, the caller must get an answer
+    except Exception as trouble:  # whatever it is, the caller must get an answer
         import traceback
 
         traceback.print_exc()
         sentence, code = f"{type(trouble).__name__}: {trouble}", EXIT_SOFTWARE
     print(f"reference.py: {sentence}", file=sys.stderr)
-    try:
+    with contextlib.suppress(OSError):  # nobody may listen any more; stderr has it
         answer({"error": sentence})
-    except OSError:
-        pass  # nobody listens any more; stderr has it
     return code
 
 
@@ -105,7 +104,8 @@ def run(options: argparse.Namespace, orders: TextIO, answer: Any) -> None:
     try:
         import torch
 
-        import numpy  # noqa: F401: only to say what is missing before anything else is done
+        # To say what is missing before anything is done.
+        import numpy  # noqa: F401
         import safetensors  # noqa: F401
     except ImportError as error:
         raise EnvironmentTrouble(
@@ -180,8 +180,8 @@ def _raise_abandoned(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # A parent that dies is announced by SIGTERM or by the end of stdin; either way the scratch folder
-    # is to be removed.
+    # That the parent died is announced by SIGTERM or by the end of stdin; either way the scratch
+    # folder is to be removed.
     signal.signal(signal.SIGTERM, _raise_abandoned)
     # What a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

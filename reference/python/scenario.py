@@ -131,11 +131,11 @@ def _section_from_json(section: type, fields: Any, path: str) -> Any:
     for name in fields:
         if name not in known:
             raise InputError(
-                f"{_joined(path, name)} is not a field of a scenario; known here: {', '.join(known)}"
+                f"{_joined(path, name)} is no field of a scenario; known here: {', '.join(known)}"
             )
     return section(
         **{
-            name: _value_from_json(value, known[name].type, _joined(path, name))
+            name: _value_from_json(value, str(known[name].type), _joined(path, name))
             for name, value in fields.items()
         }
     )
@@ -183,7 +183,9 @@ def _validate(scenario: Scenario) -> None:
                 if kind != values.kind and hasattr(values, name):
                     value = getattr(values, name)
                     wanted = f'nothing, because only {section}.kind "{kind}" has it'
-                    require(value == getattr(type(values)(), name), f"{section}.{name}", value, wanted)
+                    require(
+                        value == getattr(type(values)(), name), f"{section}.{name}", value, wanted
+                    )
     if model.kind == "mlp":
         require(len(model.sizes) >= 2, "model.sizes", model.sizes, "at least two sizes")
         require(min(model.sizes) >= 1, "model.sizes", model.sizes, "sizes of at least 1")

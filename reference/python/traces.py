@@ -160,8 +160,8 @@ def read_state(path: Path) -> State:
 
 
 class _replacing:
-    """Gives a path beside the real one and renames at the end: nobody sees half a file, and a failure
-    leaves nothing behind."""
+    """Gives a path beside the real one and renames at the end: nobody sees half a file, and a
+    failure leaves nothing behind."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -55,8 +55,8 @@ class Trainer:
         return self._optimizer.steps_done
 
     def set_state(self, state: State) -> None:
-        """Puts parameters and optimizer state in place of its own. The ranks' generators go on. Values
-        that are not finite are taken as they are: what follows from them is to be compared too."""
+        """Puts parameters and optimizer state in place of its own. The ranks' generators go on.
+        Values that are not finite are taken as they are, to compare what follows from them too."""
         self._load_parameters(state.parameters)
         self._optimizer.load_state(state.steps_done, state.optimizer_state)
 
@@ -181,8 +181,8 @@ def usable_device(name: str) -> torch.device:
 
 
 def check_torch(wanted: str | None) -> None:
-    """Refuses another torch than the one asked for, by its first two numbers: kernels change from one
-    version to the next, and with them the bits."""
+    """Refuses another torch than the one asked for, by its first two numbers: kernels change from
+    one version to the next, and with them the bits."""
     if wanted is None:
         return
     found = torch.__version__

@@ -27,29 +27,41 @@ struct InProcessOptions {
   std::string name = "world";
 };
 
-/// One backend per rank, [world_size] of them, that together form a group. Each is to be used by one
-/// thread at a time. getBackendName() is "in_process".
+/// One backend per rank, [world_size] of them, that together form a group. Each is to be used by
+/// one thread at a time. getBackendName() is "in_process".
 ///
-/// Collectives: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all, gather, scatter, reduce,
-/// barrier, send, recv, in the list and in the flat ("_base", "_into_tensor") forms, for every
-/// floating-point and integer dtype and bool, on CPU and CUDA tensors.
+/// Collectives: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all, gather, scatter,
+/// reduce, barrier, send, recv, in the list and in the flat ("_base", "_into_tensor") forms, for
+/// every floating-point and integer dtype and bool, on dense contiguous CPU and CUDA tensors. What
+/// only moves values takes every dtype; what reduces takes no floating-point type under 16 bits.
+/// UInt16, UInt32 and UInt64 are reduced on the CPU only.
 /// Reductions: sum, mean (AVG), min, max, product; they combine the ranks' values in rank order
-/// (((x0 + x1) + x2) + ...), in an accumulation dtype: float for Half and BFloat16, else the tensor's
-/// own; the result is rounded to the tensor's dtype once. AVG divides the sum by the world size in the
-/// accumulation dtype, and is refused for integers. NaN propagates through min and max.
+/// (((x0 + x1) + x2) + ...), in an accumulation dtype: float for Half and BFloat16, else the
+/// tensor's own; the result is rounded to the tensor's dtype once. AVG divides the sum by the world
+/// size in the accumulation dtype, and is refused for integers and bool. Integers wrap around; for
+/// bool, sum and max are "or", product and min are "and". NaN propagates through min and max. Other
+/// reductions are refused.
 ///
 /// Every collective is asynchronous: it returns a Work, and the tensors may be read or written only
-/// after wait() returned. A rank that waits also does the pending share of ranks that are busy.
+/// after wait() returned. A rank that waits also does the pending share of ranks that are busy. A
+/// Work may be dropped without a wait. Autograd does not see the tensors change. A rank's results
+/// may lie over its own inputs: where both are the rank's own piece (the in-place all-gather and
+/// reduce-scatter), at no cost, anywhere else for the price of a copy of the inputs.
 ///
-/// Errors. UsageError: world_size is not in [1, kMaxInProcessRanks]. From a collective or its wait():
-/// MismatchError on every rank if the ranks' calls do not match, TimeoutError if some rank did not arrive in
-/// time (the message names the ranks that are missing), PeerError if a rank left (see `leave_group`). After
-/// any of these the group is broken and every further call fails with the same error.
+/// Errors. UsageError: world_size is not in [1, kMaxInProcessRanks], or the timeout is not
+/// positive. From a collective, on the rank that calls it and with nothing posted: UsageError if
+/// its arguments are wrong by themselves (sizes, dtypes, a root that does not exist, ...). From a
+/// collective or its wait(): MismatchError on every rank if the ranks' calls do not match (the
+/// message says who called what), TimeoutError if some rank did not arrive in time (the message
+/// names the ranks that are missing), PeerError if a rank left (see `leave_group`). After any of
+/// these three the group is broken and every further call fails with the same error. The time runs
+/// from the start of wait(); for a Work that is only polled, from the call.
 std::vector<BackendPtr> make_in_process_group(int world_size, InProcessOptions options = {});
 
-/// Tells the others of an in_process group that this rank will take no further part, and why. Their pending and
-/// later collectives end with a PeerError that names this rank and the reason. Harmless for a rank that the others
-/// no longer wait for. Does nothing for other backends.
+/// Tells the others of an in_process group that this rank will take no further part, and why. Their
+/// pending and later collectives that need it end with a PeerError that names this rank and the
+/// reason; what it posted before is still done. Harmless for a rank that the others no longer wait
+/// for. Destroying a backend and its shutdown() do the same. Does nothing for other backends.
 void leave_group(Backend& backend, const std::string& reason);
 
 /// What a rank's body is given by `run_ranks`.
@@ -61,17 +73,21 @@ struct RankContext {
 
 struct RunRanksOptions {
   InProcessOptions group;
-  /// Threads that an operator may use inside one rank. Kernels split sums over threads, so this decides bits.
+  /// Threads that an operator may use inside one rank. Kernels split sums over threads, so this
+  /// decides bits.
   int intra_op_threads = 1;
   /// The rank's own random generator (see random.h) is seeded from this and the rank.
   std::uint64_t seed = 0;
 };
 
-/// Runs `body` once per rank, each on a thread of its own, and returns when all have ended. Each thread has
-/// its intra-op thread count, its autograd (backward runs on the rank's own thread for every device) and its own
-/// random generator. If a body throws, the others are told by `leave_group`; once all ended, the first exception in time
-/// (the cause, not its echoes) is rethrown with its type kept, and its message preceded by "rank R: " if it is an fsdp::Error or
-/// a std::exception that does not name the rank yet.
+/// Runs `body` once per rank, each on a thread of its own, and returns when all have ended. Each
+/// thread has its intra-op thread count, its autograd (backward runs on the rank's own thread for
+/// every device) and its own random generator. If a body throws or returns, the others are told by
+/// `leave_group`. Once all ended, the first exception in time is rethrown with its type kept; a
+/// PeerError, which is the echo of another rank's end, only if there is nothing else. If the
+/// message does not name the rank, "rank R: " is put before that of an fsdp::Error or a standard
+/// exception, and "rank R" is added to the context of a c10::Error; other types are rethrown as
+/// they are.
 void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
                const RunRanksOptions& options = {});
 

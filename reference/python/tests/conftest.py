@@ -1,4 +1,4 @@
-"""What the tests share: the modules on the path, small scenarios, weights, and ways to run the program."""
+"""What the tests share: the modules on the path, small scenarios, and ways to run the program."""
 
 from __future__ import annotations
 

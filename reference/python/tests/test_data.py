@@ -112,7 +112,10 @@ def test_a_corpus_may_be_as_short_as_one_window(tmp_path):
 def test_a_corpus_that_is_too_short_or_missing_is_refused(tmp_path):
     file = tmp_path / "short"
     file.write_bytes(b"12345678")
-    for path, message in ((file, "has 8 bytes"), (tmp_path / "none", "cannot read the corpus file")):
+    for path, message in (
+        (file, "has 8 bytes"),
+        (tmp_path / "none", "cannot read the corpus file"),
+    ):
         data = {"kind": "bytes", "corpus": [str(path)]}
         scenario = small_scenario("transformer", model__vocabulary=256, data=data)
         with pytest.raises(InputError, match=message):

@@ -45,7 +45,10 @@ def test_float64_sums_equal_fractions(seed):
         [],
         [0.0, -0.0],
         [5e-324],  # its square is below every float64
-        [1.5e-162, 1.5e-162],  # each square rounds to nothing or to the smallest, their sum does not
+        [
+            1.5e-162,
+            1.5e-162,
+        ],  # each square rounds to nothing or to the smallest, their sum does not
         [2.0**-537] * 3,
         [9e153, 9e153],
         [1.0, 2.0**-27],  # halfway between two float64, to even

@@ -1,4 +1,4 @@
-"""The optimizers: SGD is torch's own and held to its formula; AdamW is written out and held to torch's."""
+"""SGD is torch's own and held to its formula; AdamW is written out and held to torch's own."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_bad_input_files_are_named(make_run):
     run.initial_file.unlink()
     failed(run.inside("out"), 2, "initial.safetensors")
     run.scenario_file.write_text('{"colour": 1}')
-    failed(run.inside("out"), 2, "scenario.json", "colour is not a field")
+    failed(run.inside("out"), 2, "scenario.json", "colour is no field")
     assert not (run.folder / "out").exists()
 
 

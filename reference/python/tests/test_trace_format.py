@@ -1,5 +1,5 @@
-"""The example on the page that describes traces writes a trace that keeps every rule of that page, and so
-does the program."""
+"""The example on the page that describes traces writes one that keeps every rule of that page, and
+so does the program."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def example(tmp_path_factory) -> Path:
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.S | re.M)
     folder = tmp_path_factory.mktemp("example")
     (folder / "example.py").write_text(code, encoding="utf-8")
-    subprocess.run([sys.executable, "-W", "error", "example.py"], cwd=folder, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "error", "example.py"], cwd=folder, check=True, timeout=120
+    )
     return folder / "my-run"
 
 
@@ -93,7 +95,9 @@ def test_the_example_of_the_page_keeps_its_rules(example):
 def test_the_example_traces_what_the_page_lists(example):
     with safe_open(example / "step-00001.safetensors", "pt") as file:
         described = json.loads(file.metadata()["tensors"])
-        weights = torch.cat([file.get_tensor(f"parameter/layers.0.linear.weight/rank{r}") for r in (0, 1)])
+        weights = torch.cat(
+            [file.get_tensor(f"parameter/layers.0.linear.weight/rank{r}") for r in (0, 1)]
+        )
     parameters = ["layers.0.linear.bias", "layers.0.linear.weight"]
     assert [(each["quantity"], each["name"]) for each in described] == [
         ("output", "layers.0@m0"),
