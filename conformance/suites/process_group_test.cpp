@@ -1683,7 +1683,6 @@ TEST(RunRanks, AnErrorIsReportedInPreferenceToItsEchoesEvenIfTheyComeFirst) {
 }
 
 TEST(RunRanks, OfTwoErrorsTheFirstIsReported) {
-  std::atomic<bool> first_has_left = false;
   const auto message = message_of<std::runtime_error>([&] {
     run(3, [&](RankContext& context) {
       if (context.rank == 1) {

@@ -218,8 +218,8 @@ bool comes_true_within(std::chrono::seconds time, Condition condition) {
   return true;
 }
 
-/// The process ids in a file, one per line, once there are `count`.
-std::vector<::pid_t> wait_for_pids(const fs::path& path, std::size_t count) {
+/// The numbers in a file, one per line, once there are `count`.
+std::vector<::pid_t> wait_for_numbers(const fs::path& path, std::size_t count) {
   std::vector<::pid_t> pids;
   comes_true_within(std::chrono::seconds(20), [&] {
     pids.clear();
@@ -441,7 +441,7 @@ TEST_F(PythonReferenceTrouble, AfterATimeoutTheProgramAndItsChildrenAreGone) {
   options.timeout = std::chrono::seconds(2);
   expect_parts(failure_of_step(options), {"no answer within 2 s; wanted: {\"ready\": true",
                                           "The end of its stderr:\n  stuck"});
-  const auto pids = wait_for_pids(pid_file(), 2);
+  const auto pids = wait_for_numbers(pid_file(), 2);
   ASSERT_EQ(pids.size(), 2U);
   for (const auto pid : pids) {
     EXPECT_TRUE(comes_true_within(std::chrono::seconds(5), [pid] { return !is_running(pid); }));
@@ -449,9 +449,10 @@ TEST_F(PythonReferenceTrouble, AfterATimeoutTheProgramAndItsChildrenAreGone) {
 }
 
 TEST_F(PythonReferenceTrouble, OrdersToAProgramThatDoesNotReadDoNotKillUs) {
-  // Writing to a pipe that nobody reads would raise SIGPIPE, which ends a process by default.
+  // Writing to what nobody reads raises SIGPIPE, which ends a process by default. The script stops
+  // reading before it says that it is ready, so that the order comes too late for certain.
   ASSERT_NE(::signal(SIGPIPE, SIG_DFL), SIG_ERR);
-  const auto message = failure_of_step(fake(std::string(kReady) + "exec 0<&-\nexit 4\n"));
+  const auto message = failure_of_step(fake(std::string("exec 0<&-\n") + kReady + "exit 4\n"));
   expect_parts(message, {"it exited with code 4 without an answer"});
 }
 
@@ -489,9 +490,9 @@ TEST_F(PythonReferenceTrouble, AnEndInBadOrderIsNamed) {
 TEST_F(PythonReferenceTrouble, TheDestructorEndsAProgramThatIsBusy) {
   {
     PythonReference python(scenario(), initial(), fake("echo $$ > PIDS\nexec sleep 1000\n"));
-    ASSERT_EQ(wait_for_pids(pid_file(), 1).size(), 1U);
+    ASSERT_EQ(wait_for_numbers(pid_file(), 1).size(), 1U);
   }
-  EXPECT_FALSE(is_running(wait_for_pids(pid_file(), 1).front()));
+  EXPECT_FALSE(is_running(wait_for_numbers(pid_file(), 1).front()));
   EXPECT_TRUE(fs::is_empty(work_folder()));
 }
 
@@ -500,11 +501,11 @@ TEST_F(PythonReferenceTrouble, AProgramDoesNotOutliveAParentThatIsKilled) {
   const auto parent = ::fork();
   if (parent == 0) {
     const PythonReference python(scenario(), initial(), options);
-    wait_for_pids(pid_file(), 1);
+    wait_for_numbers(pid_file(), 1);
     ::raise(SIGKILL);
   }
   ASSERT_EQ(::waitpid(parent, nullptr, 0), parent);
-  const auto pids = wait_for_pids(pid_file(), 1);
+  const auto pids = wait_for_numbers(pid_file(), 1);
   ASSERT_EQ(pids.size(), 1U);
   EXPECT_TRUE(
       comes_true_within(std::chrono::seconds(5), [&] { return !is_running(pids.front()); }));
@@ -541,12 +542,13 @@ TEST_F(PythonReferenceTrouble, TheRealProgramsComplaintsArePassedOn) {
 
 TEST_F(PythonReferenceTrouble, SeveralLiveAtOnceAndEndInAnyOrder) {
   std::vector<std::unique_ptr<PythonReference>> several;
-  const auto options = fake(std::string(kReady) + "read line\n");
+  // Each counts the sockets that it has: its own stdin, and nothing of the others.
+  const auto options =
+      fake("ls -l /proc/$$/fd | grep -c socket >> PIDS\n" + std::string(kReady) + "read line\n");
   for (int i = 0; i < 3; ++i) {
     several.push_back(std::make_unique<PythonReference>(scenario(), initial(), options));
   }
-  // If a later one had inherited the first one's sockets, the first would not see the end of its
-  // orders.
+  EXPECT_EQ(wait_for_numbers(pid_file(), 3), (std::vector<::pid_t>{1, 1, 1}));
   several[0].reset();
   several[2]->finish();
   several[1]->finish();
