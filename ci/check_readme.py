@@ -51,9 +51,14 @@ def check_console(block: str) -> None:
 blocks = re.findall(r"```(\w+)\n(.*?)```", text, flags=re.DOTALL)
 kinds = [kind for kind, _ in blocks]
 if kinds.count("cpp") != 1 or kinds.count("console") < 2:
-    problems.append(f"the README has blocks {kinds}; wanted: one cpp block and at least two console blocks")
+    problems.append(
+        f"the README has blocks {kinds}; wanted: one cpp block and at least two console blocks"
+    )
 for kind, block in blocks:
-    if kind == "cpp" and block.strip() != (source / "impl/examples/quickstart.cpp").read_text().strip():
+    if (
+        kind == "cpp"
+        and block.strip() != (source / "impl/examples/quickstart.cpp").read_text().strip()
+    ):
         problems.append("the C++ block is not impl/examples/quickstart.cpp")
     if kind == "console":
         check_console(block)
@@ -67,7 +72,9 @@ for target in re.findall(r"\]\(([^)]+)\)", prose):
     if not (source / target).is_file():
         problems.append(f"a link leads to {target}, which is not there")
 _, help_text = run(["run", "--help"])
-for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"cmake .*?--preset cpu`|`cmake.*?`", "", prose))):
+for option in set(
+    re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"cmake .*?--preset cpu`|`cmake.*?`", "", prose))
+):
     if option not in help_text:
         problems.append(f"the command has no option {option}")
 for path in re.findall(r"`((?:impl|reference|conformance|fault_injection|ci)/[\w./]*)`", prose):

@@ -20,7 +20,7 @@ struct Strike {
   int step = 0;
   int rank = 0;
   Quantity quantity{};
-  std::string name;           // of the parameter, or "total_norm"; empty if it touched all parameters
+  std::string name;  // of the parameter, or "total_norm"; empty if it touched all parameters
   std::int64_t element = -1;  // in the flattened parameter; -1 if it touched more than one
 };
 
@@ -41,8 +41,8 @@ class StrikeLog {
   std::vector<Strike> strikes_;
 };
 
-/// An observer that is told which step it is, and tells where it struck. A fault that found nothing to change says nothing, so that it can
-/// be told from one that was missed.
+/// An observer that is told which step it is, and tells where it struck. A fault that found nothing
+/// to change says nothing, so that it can be told from one that was missed.
 class StepObserver : public fsdp::Observer {
  public:
   void begin_step(int step) { step_ = step; }

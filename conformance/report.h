@@ -31,7 +31,7 @@ struct SummaryRow {
 
 struct RunSummary {
   Scenario scenario;
-  std::string fault;  // "" for none
+  std::string fault;            // "" for none
   std::vector<Strike> strikes;  // where the fault struck
   double seconds = 0;
   std::vector<SummaryRow> rows;

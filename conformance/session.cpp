@@ -45,8 +45,8 @@ class ScratchFolder {
   std::filesystem::path path_;
 };
 
-/// The scenario with its corpus replaced by a copy, so that all programs and ranks train on the same bytes even if somebody edits the
-/// files meanwhile.
+/// The scenario with its corpus replaced by a copy, so that all programs and ranks train on the
+/// same bytes even if somebody edits the files meanwhile.
 Scenario with_frozen_corpus(Scenario scenario, const std::filesystem::path& scratch) {
   const Dataset data(scenario);
   if (data.corpus() == nullptr) {
@@ -57,7 +57,9 @@ Scenario with_frozen_corpus(Scenario scenario, const std::filesystem::path& scra
   out << *data.corpus();
   out.close();
   if (!out) {
-    throw FileError(fmt::format("{}: cannot write a copy of the corpus; make room, or set TMPDIR to another folder", copy.string()));
+    throw FileError(fmt::format(
+        "{}: cannot write a copy of the corpus; make room, or set TMPDIR to another folder",
+        copy.string()));
   }
   scenario.data.corpus = {copy.string()};
   return scenario;
@@ -82,7 +84,8 @@ std::map<std::string, torch::Tensor> starting_weights(const SessionOptions& opti
 /// The references that a scenario allows, and what each computes at a step.
 class References {
  public:
-  References(const SessionOptions& options, const Scenario& scenario, const std::map<std::string, torch::Tensor>& weights,
+  References(const SessionOptions& options, const Scenario& scenario,
+             const std::map<std::string, torch::Tensor>& weights,
              const std::filesystem::path& scratch, std::vector<std::string>& notes)
       : scenario_(scenario), lockstep_(options.lockstep) {
     replay_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::replay, weights);
@@ -100,7 +103,9 @@ class References {
       notes.push_back(
           "whole, float64: not applicable, since each rank draws its own dropout masks");
     } else if (!lockstep_) {
-      notes.push_back("whole, float64: not applicable, since their bounds hold for one step from the subject's own state");
+      notes.push_back(
+          "whole, float64: not applicable, since their bounds hold for one step from the subject's "
+          "own state");
     } else if (scenario_.dtype == "float64") {
       notes.push_back(
           "whole, float64: not applicable, since there is no wider dtype to derive a bound from");
@@ -208,10 +213,12 @@ class FreeRun {
 
 void refuse_what_is_not_here(const Scenario& scenario) {
   if (scenario.backend != "in_process") {
-    throw ScenarioError(fmt::format("backend is \"{}\"; wanted: \"in_process\", the only one in this build", scenario.backend));
+    throw ScenarioError(fmt::format(
+        "backend is \"{}\"; wanted: \"in_process\", the only one in this build", scenario.backend));
   }
   if (scenario.device != "cpu") {
-    throw ScenarioError(fmt::format("device is \"{}\"; wanted: \"cpu\", the only one in this build", scenario.device));
+    throw ScenarioError(fmt::format("device is \"{}\"; wanted: \"cpu\", the only one in this build",
+                                    scenario.device));
   }
 }
 
@@ -295,9 +302,10 @@ RunSummary run_session(const SessionOptions& options) {
 
   summary.strikes = subject_options.strikes->strikes();
   if (options.fault != nullptr && summary.strikes.empty()) {
-    throw fsdp::UsageError(fmt::format(
-        "fault '{}' found nothing to change in this scenario ({}); wanted: a scenario in which it can strike, for example more than one rank",
-        options.fault->name, dotted_name(options.scenario)));
+    throw fsdp::UsageError(
+        fmt::format("fault '{}' found nothing to change in this scenario ({}); wanted: a scenario "
+                    "in which it can strike, for example more than one rank",
+                    options.fault->name, dotted_name(options.scenario)));
   }
 
   summary.guards = guards.verdicts();

@@ -174,8 +174,9 @@ int complain(int code, const std::string& message) {
 
 void print_strikes(const RunSummary& summary) {
   const auto& first = summary.strikes.front();
-  std::cout << fmt::format("planted: {} struck {} time{}; first at step {}, rank {}: {} {}{}\n", summary.fault,
-                           summary.strikes.size(), summary.strikes.size() == 1 ? "" : "s", first.step, first.rank,
+  std::cout << fmt::format("planted: {} struck {} time{}; first at step {}, rank {}: {} {}{}\n",
+                           summary.fault, summary.strikes.size(),
+                           summary.strikes.size() == 1 ? "" : "s", first.step, first.rank,
                            to_string(first.quantity), first.name,
                            first.element < 0 ? "" : fmt::format(", element {}", first.element));
 }
@@ -220,7 +221,8 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
               << "\n";
   }
   if (summary.outcome == Outcome::passed && options.fault != nullptr) {
-    return complain(kExitBroken, fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
+    return complain(kExitBroken,
+                    fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
   }
   return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
 }

@@ -7,7 +7,8 @@
 namespace shardproof {
 namespace {
 
-/// Every rank clips by the norm of its own shards: what an ordinary clip routine does to a sharded model (pytorch/pytorch#72548).
+/// Every rank clips by the norm of its own shards: what an ordinary clip routine does to a sharded
+/// model (pytorch/pytorch#72548).
 class LocalNormClipping : public StepObserver {
  public:
   void observe(const fsdp::Observation& seen) override {
@@ -36,8 +37,9 @@ class SumInsteadOfMean : public StepObserver {
   }
 };
 
-/// The lowest mantissa bit of one element of one rank's gradient shard is inverted once: a device that computes almost right. It is the
-/// middle element of the first non-empty shard that this rank reduces in that step.
+/// The lowest mantissa bit of one element of one rank's gradient shard is inverted once: a device
+/// that computes almost right. It is the middle element of the first non-empty shard that this rank
+/// reduces in that step.
 class FlippedBit : public StepObserver {
  public:
   explicit FlippedBit(int strike_step) : strike_step_(strike_step) {}
@@ -78,13 +80,16 @@ class NoFault : public StepObserver {
 
 const std::vector<Fault>& fault_catalogue() {
   static const std::vector<Fault> catalogue = {
-      {"local_norm_clipping", "each rank clips by the norm of its own shards instead of the norm over all ranks",
+      {"local_norm_clipping",
+       "each rank clips by the norm of its own shards instead of the norm over all ranks",
        [](const Scenario&, int) { return std::make_unique<LocalNormClipping>(); }},
       {"sum_instead_of_mean", "gradients are summed over the ranks and not divided by their number",
        [](const Scenario&, int) { return std::make_unique<SumInsteadOfMean>(); }},
-      {"flipped_bit", "the lowest mantissa bit of one gradient element on one rank is inverted, at one step",
+      {"flipped_bit",
+       "the lowest mantissa bit of one gradient element on one rank is inverted, at one step",
        [](const Scenario& scenario, int rank) -> std::unique_ptr<StepObserver> {
-         // Neither the first step nor, if that can be, rank 0: a check that looks only there must not pass.
+         // Neither the first step nor, if that can be, rank 0: a check that looks only there must
+         // not pass.
          if (rank != scenario.world_size / 2) {
            return std::make_unique<NoFault>();
          }

@@ -1,6 +1,6 @@
 #pragma once
-// The catalogue of faults. Each is a mistake that real sharded training has had, planted in a correct
-// run from the outside, to show that a suite catches it.
+// The catalogue of faults. Each is a mistake that real sharded training has had, planted in a
+// correct run from the outside, to show that a suite catches it.
 
 #include <vector>
 

@@ -1,6 +1,8 @@
-// What sharding costs: a training step of the main job's transformer with 2 in-process ranks, beside the same two
-// micro-batches computed by two threads that each hold the whole model and do not speak to each other. Run it with
-//   --benchmark_repetitions=20 --benchmark_enable_random_interleaving=true --benchmark_report_aggregates_only=true
+// What sharding costs: a training step of the main job's transformer with 2 in-process ranks,
+// beside the same two micro-batches computed by two threads that each hold the whole model and do
+// not speak to each other. Run it with
+//   --benchmark_repetitions=20 --benchmark_enable_random_interleaving=true
+//   --benchmark_report_aggregates_only=true
 // so that both are measured in turns, and compare the medians.
 
 #include <benchmark/benchmark.h>
@@ -72,7 +74,8 @@ std::function<void(int)> trainer(fsdp::RankContext& context, bool sharded, bool 
     }
     fsdp::fully_shard(model, {context.process_group});
   }
-  auto optimizer = std::make_shared<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(1e-3));
+  auto optimizer =
+      std::make_shared<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(1e-3));
   auto data = std::make_shared<Dataset>(scenario);
   return [model, optimizer, data, rank = context.rank, sharded, with_optimizer](int step) mutable {
     const auto batch = data->batch(step, 0, rank);
@@ -91,7 +94,8 @@ std::function<void(int)> trainer(fsdp::RankContext& context, bool sharded, bool 
 }
 
 void measure(benchmark::State& state, bool sharded, bool with_optimizer) {
-  RankThreads threads([&](fsdp::RankContext& context) { return trainer(context, sharded, with_optimizer); });
+  RankThreads threads(
+      [&](fsdp::RankContext& context) { return trainer(context, sharded, with_optimizer); });
   threads.step();
   threads.step();
   for (auto _ : state) {
@@ -99,10 +103,14 @@ void measure(benchmark::State& state, bool sharded, bool with_optimizer) {
   }
 }
 
-BENCHMARK_CAPTURE(measure, step/whole, false, true)->Unit(benchmark::kMillisecond)->UseRealTime();
-BENCHMARK_CAPTURE(measure, step/fsdp, true, true)->Unit(benchmark::kMillisecond)->UseRealTime();
-BENCHMARK_CAPTURE(measure, forward_backward/whole, false, false)->Unit(benchmark::kMillisecond)->UseRealTime();
-BENCHMARK_CAPTURE(measure, forward_backward/fsdp, true, false)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK_CAPTURE(measure, step / whole, false, true)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK_CAPTURE(measure, step / fsdp, true, true)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK_CAPTURE(measure, forward_backward / whole, false, false)
+    ->Unit(benchmark::kMillisecond)
+    ->UseRealTime();
+BENCHMARK_CAPTURE(measure, forward_backward / fsdp, true, false)
+    ->Unit(benchmark::kMillisecond)
+    ->UseRealTime();
 
 }  // namespace
 }  // namespace shardproof

@@ -88,7 +88,9 @@ TEST_F(Command, NamesThePlaceOfAFlippedBit) {
   EXPECT_THAT(ended.text, HasSubstr("gradient"));
   EXPECT_THAT(ended.text, testing::ContainsRegex("step +2"));
   EXPECT_THAT(ended.text, testing::ContainsRegex("rank +1"));
-  EXPECT_THAT(ended.text, HasSubstr("planted: flipped_bit struck 1 time; first at step 2, rank 1: gradient blocks.0."));
+  EXPECT_THAT(
+      ended.text,
+      HasSubstr("planted: flipped_bit struck 1 time; first at step 2, rank 1: gradient blocks.0."));
 }
 
 TEST_F(Command, EndsOneForEachPlantedFault) {
@@ -141,7 +143,9 @@ struct BadInput {
   int code = kExitUsage;
 };
 
-std::ostream& operator<<(std::ostream& out, const BadInput& bad) { return out << bad.arguments; }
+std::ostream& operator<<(std::ostream& out, const BadInput& bad) {
+  return out << bad.arguments;
+}
 
 class BadInputs : public Command, public testing::WithParamInterface<BadInput> {
  protected:
@@ -248,7 +252,8 @@ INSTANTIATE_TEST_SUITE_P(
                  kSmall + "--report /proc/shardproof_report",
                  {"/proc/shardproof_report"}},
         BadInput{"TrainingBlowsUp",
-                 "--layers 1 --width 16 --heads 2 --context 8 --data synthetic --steps 3 --optimizer sgd --lr 1e30 --max-norm 0",
+                 "--layers 1 --width 16 --heads 2 --context 8 --data synthetic --steps 3 "
+                 "--optimizer sgd --lr 1e30 --max-norm 0",
                  {"the loss of step", "rank"}}),
     [](const auto& info) { return info.param.name; });
 

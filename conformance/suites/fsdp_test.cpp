@@ -469,7 +469,8 @@ TEST(FullyShard, PlainModulesTrainThroughTheWrapper) {
     model(batch_of(3, 5)).sum().backward();
     const auto want = reference->named_parameters();
     for (const auto& placement : model.shard_placements()) {
-      const auto part = want[placement.name].grad().flatten().narrow(0, placement.begin, placement.numel);
+      const auto part =
+          want[placement.name].grad().flatten().narrow(0, placement.begin, placement.numel);
       EXPECT_TRUE(torch::allclose(placement.parameter.grad(), part, 1e-6, 1e-7)) << placement.name;
     }
     EXPECT_EQ(model->parameters().size(), 4u);

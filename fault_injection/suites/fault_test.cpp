@@ -1,4 +1,5 @@
-// The proof that each fault is caught, at the place where it strikes, and that a clean run raises nothing.
+// The proof that each fault is caught, at the place where it strikes, and that a clean run raises
+// nothing.
 
 #include <gtest/gtest.h>
 
@@ -50,13 +51,16 @@ TEST_P(EachFault, IsCaughtAtTheStepParameterRankAndElementWhereItStrikes) {
       const auto& first = summary.first_divergence;
       const auto text = describe(first);
       ASSERT_FALSE(summary.strikes.empty());
-      const bool named = std::any_of(summary.strikes.begin(), summary.strikes.end(), [&](const Strike& strike) {
-        return strike.step == first.step && strike.quantity == first.quantity && strike.name == first.name &&
-               strike.rank == first.rank && (strike.element < 0 || strike.element == first.element);
-      });
+      const bool named =
+          std::any_of(summary.strikes.begin(), summary.strikes.end(), [&](const Strike& strike) {
+            return strike.step == first.step && strike.quantity == first.quantity &&
+                   strike.name == first.name && strike.rank == first.rank &&
+                   (strike.element < 0 || strike.element == first.element);
+          });
       EXPECT_TRUE(named) << "no strike where the first divergence is: " << text;
-      const auto earliest = std::min_element(summary.strikes.begin(), summary.strikes.end(),
-                                             [](const Strike& a, const Strike& b) { return a.step < b.step; });
+      const auto earliest =
+          std::min_element(summary.strikes.begin(), summary.strikes.end(),
+                           [](const Strike& a, const Strike& b) { return a.step < b.step; });
       EXPECT_EQ(first.step, earliest->step) << text;
       EXPECT_EQ(first.rule, RuleKind::exact) << text;
       EXPECT_NE(first.got, first.want) << text;
@@ -108,7 +112,8 @@ TEST(Catalogue, ACleanRunRaisesNothing) {
 }
 
 TEST(Catalogue, ASumInsteadOfAMeanIsCaughtAlthoughAdamHidesItsScale) {
-  // Without clipping, AdamW's parameters hardly change when all gradients are scaled: the gradients themselves must tell.
+  // Without clipping, AdamW's parameters hardly change when all gradients are scaled: the gradients
+  // themselves must tell.
   auto scenario = small_scenario(2, "adamw");
   scenario.max_norm = 0;
   const auto summary = run_with(scenario, find_fault("sum_instead_of_mean"));

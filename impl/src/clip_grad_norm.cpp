@@ -24,10 +24,11 @@ Gradients sharded_gradients(torch::nn::Module& module) {
     if (found.process_group == nullptr) {
       found.process_group = unit->process_group();
     } else if (found.process_group != unit->process_group()) {
-      throw UsageError(fmt::format(
-          "rank {}: clip_grad_norm_: units '{}' is sharded over another process group than the first; "
-          "wanted: one process group below the module",
-          found.process_group->getRank(), unit->name()));
+      throw UsageError(
+          fmt::format("rank {}: clip_grad_norm_: units '{}' is sharded over another process group "
+                      "than the first; "
+                      "wanted: one process group below the module",
+                      found.process_group->getRank(), unit->name()));
     }
     for (const auto& parameter : unit->flat().parameters()) {
       found.dtype = parameter.scalar_type();
@@ -38,8 +39,9 @@ Gradients sharded_gradients(torch::nn::Module& module) {
     }
   }
   if (found.process_group == nullptr) {
-    throw UsageError("clip_grad_norm_: the module is not sharded; call fsdp::fully_shard first, or use "
-                     "torch::nn::utils::clip_grad_norm_ for a module that is whole");
+    throw UsageError(
+        "clip_grad_norm_: the module is not sharded; call fsdp::fully_shard first, or use "
+        "torch::nn::utils::clip_grad_norm_ for a module that is whole");
   }
   return found;
 }
@@ -91,11 +93,12 @@ double power_norm(const Gradients& gradients, double p) {
 
 at::Tensor norm_of(const Gradients& gradients, double norm_type) {
   if (!(norm_type > 0)) {
-    throw UsageError(fmt::format("rank {}: clip_grad_norm_: norm_type is {}; wanted: a positive number or infinity",
-                                 gradients.process_group->getRank(), norm_type));
+    throw UsageError(fmt::format(
+        "rank {}: clip_grad_norm_: norm_type is {}; wanted: a positive number or infinity",
+        gradients.process_group->getRank(), norm_type));
   }
   const at::NoGradGuard no_grad;
-  const double norm = norm_type == 2.0            ? euclidean_norm(gradients)
+  const double norm = norm_type == 2.0        ? euclidean_norm(gradients)
                       : std::isinf(norm_type) ? maximum_norm(gradients)
                                               : power_norm(gradients, norm_type);
   auto rounded = at::scalar_tensor(norm, at::TensorOptions(at::kDouble).device(gradients.device))
@@ -115,15 +118,17 @@ torch::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, double
   const auto gradients = sharded_gradients(module);
   const auto rank = gradients.process_group->getRank();
   if (!(max_norm >= 0)) {
-    throw UsageError(fmt::format("rank {}: clip_grad_norm_: max_norm is {}; wanted: zero or more", rank, max_norm));
+    throw UsageError(fmt::format("rank {}: clip_grad_norm_: max_norm is {}; wanted: zero or more",
+                                 rank, max_norm));
   }
   const at::NoGradGuard no_grad;
   auto norm = norm_of(gradients, norm_type);
   if (error_if_nonfinite && !std::isfinite(norm.item<double>())) {
-    throw NonFiniteError(fmt::format(
-        "rank {}: clip_grad_norm_: the gradient norm over all ranks is {}; wanted: a finite number. Look for "
-        "a loss that overflowed, or pass error_if_nonfinite = false to go on",
-        rank, norm.item<double>()));
+    throw NonFiniteError(
+        fmt::format("rank {}: clip_grad_norm_: the gradient norm over all ranks is {}; wanted: a "
+                    "finite number. Look for "
+                    "a loss that overflowed, or pass error_if_nonfinite = false to go on",
+                    rank, norm.item<double>()));
   }
   auto coefficient = at::full_like(norm, max_norm).div_(norm + 1e-6).clamp_(c10::nullopt, 1.0);
   observe(Point::clip_coefficient, gradients.process_group, coefficient);

@@ -20,7 +20,8 @@ constexpr std::uint64_t kDigitMask = 0xFFFFFFFF;
 
 constexpr int kFloatExponents = 256;
 constexpr int kFloatMantissaBits = 23;
-// A float is mantissa * 2^(exponent - kFloatBias) with a 24-bit mantissa; its square has 48 bits, so this many fit into 64.
+// A float is mantissa * 2^(exponent - kFloatBias) with a 24-bit mantissa; its square has 48 bits,
+// so this many fit into 64.
 constexpr int kFloatBias = 150;
 constexpr std::int64_t kFloatBlock = std::int64_t{1} << 16;
 constexpr int kLanes = 4;
@@ -49,7 +50,8 @@ void ExactSquareSum::carry() {
 }
 
 void ExactSquareSum::add_float(const float* values, std::int64_t count) {
-  // One 64-bit sum per exponent, in a few lanes so that neighbouring elements of the same exponent do not wait for each other.
+  // One 64-bit sum per exponent, in a few lanes so that neighbouring elements of the same exponent
+  // do not wait for each other.
   static_assert(kFloatBlock / kLanes * ((std::uint64_t{1} << 48) - 1) <
                 std::numeric_limits<std::uint64_t>::max() / kLanes);
   std::array<std::array<std::uint64_t, kFloatExponents>, kLanes> sums;
@@ -62,7 +64,8 @@ void ExactSquareSum::add_float(const float* values, std::int64_t count) {
       const auto bits = std::bit_cast<std::uint32_t>(value);
       const std::uint32_t exponent = (bits >> kFloatMantissaBits) & 0xFF;
       const std::uint64_t fraction = bits & 0x7FFFFF;
-      const std::uint64_t mantissa = fraction | (std::uint64_t{exponent != 0} << kFloatMantissaBits);
+      const std::uint64_t mantissa =
+          fraction | (std::uint64_t{exponent != 0} << kFloatMantissaBits);
       sums[lane][exponent] += mantissa * mantissa;
     };
     std::int64_t i = begin;
@@ -122,8 +125,8 @@ void ExactSquareSum::add_double(const double* values, std::int64_t count) {
 }
 
 void ExactSquareSum::add_on_device(const at::Tensor& values) {
-  // The same per-exponent sums by integer tensor operations, which give the same result in any order. Squares are split into two
-  // halves of 24 bits so that 2^39 of them fit into an int64.
+  // The same per-exponent sums by integer tensor operations, which give the same result in any
+  // order. Squares are split into two halves of 24 bits so that 2^39 of them fit into an int64.
   constexpr std::int64_t kChunk = std::int64_t{1} << 22;
   const auto flat = values.reshape({-1});
   const auto options = flat.options().dtype(at::kLong);
@@ -160,8 +163,9 @@ void ExactSquareSum::add(const at::Tensor& values) {
   const auto dtype = values.scalar_type();
   const bool narrow = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
   if (!narrow && dtype != at::kDouble) {
-    throw UsageError(fmt::format(
-        "ExactSquareSum: dtype {}; wanted: float64, float32, bfloat16 or float16", c10::toString(dtype)));
+    throw UsageError(
+        fmt::format("ExactSquareSum: dtype {}; wanted: float64, float32, bfloat16 or float16",
+                    c10::toString(dtype)));
   }
   if (values.numel() == 0) {
     return;
@@ -229,7 +233,8 @@ double ExactSquareSum::value() const {
     return position >= 0 && ((digits[position / 32] >> (position % 32)) & 1) != 0;
   };
   const int highest = 32 * top + std::bit_width(digits[top]) - 1;
-  // The last bit that the result can hold: 53 significant bits, but none below the smallest subnormal.
+  // The last bit that the result can hold: 53 significant bits, but none below the smallest
+  // subnormal.
   const int last = std::max(highest - kDoubleMantissaBits, -1074 - kLowest);
   std::uint64_t mantissa = 0;
   for (int position = highest; position >= last; --position) {

@@ -16,10 +16,12 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-void check_shardable(const FlatParameter::NamedParameter& entry, const at::Tensor& first, int rank) {
+void check_shardable(const FlatParameter::NamedParameter& entry, const at::Tensor& first,
+                     int rank) {
   const auto& parameter = entry.parameter;
   const auto refuse = [&](const std::string& seen, const std::string& wanted) {
-    throw ShardingError(fmt::format("rank {}: parameter '{}' {}; wanted: {}", rank, entry.name, seen, wanted));
+    throw ShardingError(
+        fmt::format("rank {}: parameter '{}' {}; wanted: {}", rank, entry.name, seen, wanted));
   };
   if (!parameter.defined()) {
     refuse("is undefined", "a tensor; register it before sharding, or leave it out");
@@ -37,15 +39,16 @@ void check_shardable(const FlatParameter::NamedParameter& entry, const at::Tenso
            "one dtype per unit; shard the submodules of another dtype as units of their own");
   }
   if (parameter.device() != first.device()) {
-    refuse(fmt::format("is on {} while another parameter of the unit is on {}", parameter.device().str(),
-                       first.device().str()),
+    refuse(fmt::format("is on {} while another parameter of the unit is on {}",
+                       parameter.device().str(), first.device().str()),
            "one device per rank; move the module before sharding it");
   }
 }
 
 }  // namespace
 
-FlatParameter::FlatParameter(const std::vector<NamedParameter>& parameters, int rank, int world_size)
+FlatParameter::FlatParameter(const std::vector<NamedParameter>& parameters, int rank,
+                             int world_size)
     : rank_(rank), world_size_(world_size) {
   if (parameters.empty()) {
     return;
@@ -57,8 +60,7 @@ FlatParameter::FlatParameter(const std::vector<NamedParameter>& parameters, int 
     check_shardable(entry, first, rank);
     const auto alignment = kAlignmentBytes / entry.parameter.element_size();
     const auto offset = round_up(end, alignment);
-    slots_.push_back(
-        {entry.name, entry.parameter.sizes().vec(), entry.parameter.numel(), offset});
+    slots_.push_back({entry.name, entry.parameter.sizes().vec(), entry.parameter.numel(), offset});
     parameters_.push_back(entry.parameter);
     end = offset + entry.parameter.numel();
   }
@@ -100,7 +102,9 @@ void FlatParameter::allocate_gathered() {
   resize_storage(gathered_, padded_numel() * gathered_.element_size());
 }
 
-void FlatParameter::free_gathered() { resize_storage(gathered_, 0); }
+void FlatParameter::free_gathered() {
+  resize_storage(gathered_, 0);
+}
 
 void FlatParameter::use_gathered() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

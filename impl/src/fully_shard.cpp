@@ -32,21 +32,24 @@ std::vector<FlatParameter::NamedParameter> free_parameters(torch::nn::Module& mo
 
 void fully_shard(const std::shared_ptr<torch::nn::Module>& module, FullyShardOptions options) {
   if (options.process_group == nullptr) {
-    throw UsageError("fully_shard: options.process_group is null; wanted: the backend of the ranks that "
-                     "share the parameters, for example from fsdp::make_in_process_group");
+    throw UsageError(
+        "fully_shard: options.process_group is null; wanted: the backend of the ranks that "
+        "share the parameters, for example from fsdp::make_in_process_group");
   }
   const auto rank = options.process_group->getRank();
   auto* hookable = dynamic_cast<HookableModule*>(module.get());
   if (hookable == nullptr) {
-    throw ShardingError(fmt::format(
-        "rank {}: fully_shard: module of type {} has no hooks; declare it with FSDP_MODULE and derive it "
-        "from fsdp::Module, or give it hooks with fsdp::wrap",
-        rank, module ? module->name() : "(null)"));
+    throw ShardingError(
+        fmt::format("rank {}: fully_shard: module of type {} has no hooks; declare it with "
+                    "FSDP_MODULE and derive it "
+                    "from fsdp::Module, or give it hooks with fsdp::wrap",
+                    rank, module ? module->name() : "(null)"));
   }
   if (unit_of(*module) != nullptr) {
-    throw ShardingError(fmt::format("rank {}: fully_shard: module of type {} is a unit already; call "
-                                    "fully_shard once on each module",
-                                    rank, module->name()));
+    throw ShardingError(
+        fmt::format("rank {}: fully_shard: module of type {} is a unit already; call "
+                    "fully_shard once on each module",
+                    rank, module->name()));
   }
   hookable->add_forward_hook(
       std::make_shared<Unit>(module, std::move(options.process_group), free_parameters(*module)));

@@ -29,7 +29,11 @@ std::string_view to_string(Point point) {
   return "unknown";
 }
 
-Observer* set_observer(Observer* observer) { return std::exchange(current, observer); }
-Observer* observer() { return current; }
+Observer* set_observer(Observer* observer) {
+  return std::exchange(current, observer);
+}
+Observer* observer() {
+  return current;
+}
 
 }  // namespace fsdp

@@ -25,7 +25,9 @@ void seed_rank_generator(std::uint64_t seed, int rank) {
 GeneratorScope::GeneratorScope(at::Generator generator)
     : previous_(std::exchange(rank_generator(), std::move(generator))) {}
 
-GeneratorScope::~GeneratorScope() { rank_generator() = std::move(previous_); }
+GeneratorScope::~GeneratorScope() {
+  rank_generator() = std::move(previous_);
+}
 
 DropoutImpl::DropoutImpl(double p) : p_(p) {
   if (!(p >= 0 && p < 1)) {
@@ -44,6 +46,8 @@ torch::Tensor DropoutImpl::forward(const torch::Tensor& input) {
   return input * mask;
 }
 
-void DropoutImpl::pretty_print(std::ostream& stream) const { stream << "fsdp::Dropout(p=" << p_ << ")"; }
+void DropoutImpl::pretty_print(std::ostream& stream) const {
+  stream << "fsdp::Dropout(p=" << p_ << ")";
+}
 
 }  // namespace fsdp

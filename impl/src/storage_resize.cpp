@@ -11,7 +11,8 @@ namespace fsdp {
 namespace {
 
 using Resizers =
-    std::array<StorageResizer, static_cast<std::size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)>;
+    std::array<StorageResizer,
+               static_cast<std::size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)>;
 
 Resizers& resizers() {
   static Resizers registered{};
@@ -34,10 +35,11 @@ const RegisterStorageResizer cpu(c10::DeviceType::CPU,
 void resize_storage(const at::Tensor& tensor, std::int64_t bytes) {
   const auto resizer = resizers()[static_cast<std::size_t>(tensor.device().type())];
   if (resizer == nullptr) {
-    throw ShardingError(fmt::format(
-        "cannot resize storage on device {}: this build has no implementation for it; build with the "
-        "toolkit of that device (for CUDA: nvcc on PATH)",
-        tensor.device().str()));
+    throw ShardingError(
+        fmt::format("cannot resize storage on device {}: this build has no implementation for it; "
+                    "build with the "
+                    "toolkit of that device (for CUDA: nvcc on PATH)",
+                    tensor.device().str()));
   }
   resizer(tensor.storage(), bytes);
 }

@@ -5,8 +5,8 @@
 
 namespace fsdp {
 
-/// Resizes the storage of `tensor` to `bytes`; the contents are lost. Throws ShardingError for a device that has no implementation in
-/// this build.
+/// Resizes the storage of `tensor` to `bytes`; the contents are lost. Throws ShardingError for a
+/// device that has no implementation in this build.
 void resize_storage(const at::Tensor& tensor, std::int64_t bytes);
 
 using StorageResizer = void (*)(const c10::Storage& storage, std::int64_t bytes);

@@ -1,5 +1,5 @@
-// The CUDA half of storage_resize.h. Compiled only where a CUDA toolkit is found; loaded into programs
-// that link fsdp::cuda.
+// The CUDA half of storage_resize.h. Compiled only where a CUDA toolkit is found; loaded into
+// programs that link fsdp::cuda.
 
 #include <ATen/native/cuda/Resize.h>
 
@@ -8,12 +8,10 @@
 namespace fsdp {
 namespace {
 
-const RegisterStorageResizer cuda(c10::DeviceType::CUDA,
-                                  [](const c10::Storage& storage, std::int64_t bytes) {
-                                    at::native::resize_bytes_cuda(
-                                        storage.unsafeGetStorageImpl(),
-                                        static_cast<std::size_t>(bytes));
-                                  });
+const RegisterStorageResizer cuda(c10::DeviceType::CUDA, [](const c10::Storage& storage,
+                                                            std::int64_t bytes) {
+  at::native::resize_bytes_cuda(storage.unsafeGetStorageImpl(), static_cast<std::size_t>(bytes));
+});
 
 }  // namespace
 }  // namespace fsdp

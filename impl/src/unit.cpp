@@ -67,10 +67,11 @@ void Unit::become_root_if_first(torch::nn::Module& module) {
       continue;
     }
     if (unit->root_ != nullptr && unit.get() != this) {
-      throw ShardingError(fmt::format(
-          "rank {}: unit '{}' ran on its own before the module that contains it; wanted: the outermost "
-          "module runs first, so that it becomes the root",
-          process_group_->getRank(), plain_name(below.key())));
+      throw ShardingError(
+          fmt::format("rank {}: unit '{}' ran on its own before the module that contains it; "
+                      "wanted: the outermost "
+                      "module runs first, so that it becomes the root",
+                      process_group_->getRank(), plain_name(below.key())));
     }
     unit->root_ = root_;
     unit->name_ = plain_name(below.key());
@@ -165,8 +166,9 @@ void Unit::reduce_gradients() {
   if (flat_.empty()) {
     return;
   }
-  const bool any = std::any_of(flat_.parameters().begin(), flat_.parameters().end(),
-                               [](const at::Tensor& parameter) { return parameter.requires_grad(); });
+  const bool any =
+      std::any_of(flat_.parameters().begin(), flat_.parameters().end(),
+                  [](const at::Tensor& parameter) { return parameter.requires_grad(); });
   if (!any) {
     reshard();
     return;

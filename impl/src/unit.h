@@ -37,7 +37,8 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
   const std::string& name() const { return name_; }
 
  private:
-  /// Finds out at the first forward which units lie below this one, if it is the outermost, and gives all of them their names.
+  /// Finds out at the first forward which units lie below this one, if it is the outermost, and
+  /// gives all of them their names.
   void become_root_if_first(torch::nn::Module& module);
   /// Cleans up after a pass that ended with an exception.
   void reset_after_failure();
@@ -57,8 +58,9 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
   bool unsharded_ = false;
   // A unit may run several times in a step. Each run is a use; its backward ends the use.
   std::int64_t next_use_ = 0;
-  std::vector<std::int64_t> forward_uses_;       // entered and not yet left; nested when a module calls itself
-  std::set<std::int64_t> backward_uses_;         // in backward now
+  std::vector<std::int64_t>
+      forward_uses_;  // entered and not yet left; nested when a module calls itself
+  std::set<std::int64_t> backward_uses_;  // in backward now
   bool in_backward_ = false;
 };
 

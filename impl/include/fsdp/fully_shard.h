@@ -1,8 +1,9 @@
 #pragma once
-// Fully sharded data parallelism. `fully_shard(module, {process_group})` makes the module one unit: between uses, each rank holds a
-// 1/W share of its parameters, gradients and optimizer state; the whole parameters are gathered just before
-// the module runs forward or backward and freed after, and gradients are reduce-scattered and averaged.
-// (Rajbhandari et al., ZeRO, arXiv:1910.02054; Zhao et al., PyTorch FSDP, arXiv:2304.11277.)
+// Fully sharded data parallelism. `fully_shard(module, {process_group})` makes the module one unit:
+// between uses, each rank holds a 1/W share of its parameters, gradients and optimizer state; the
+// whole parameters are gathered just before the module runs forward or backward and freed after,
+// and gradients are reduce-scattered and averaged. (Rajbhandari et al., ZeRO, arXiv:1910.02054;
+// Zhao et al., PyTorch FSDP, arXiv:2304.11277.)
 //
 //   auto model = ...;                          // whole parameters, the same on every rank
 //   for (auto& block : model->blocks) fsdp::fully_shard(block, {group});   // inner units first
@@ -31,11 +32,13 @@ struct FullyShardOptions {
   BackendPtr process_group;
 };
 
-/// Makes `module` a unit of all its parameters that no inner unit has taken. Every rank must call it on the same modules in the same
-/// order, with the same parameter values. Parameters keep their identity, so an optimizer may be made before or after. Outside of
-/// forward and backward, a parameter is its piece of this rank's share, one-dimensional and possibly empty.
-/// Throws UsageError: no process group. ShardingError: the module has no hooks (declare it with FSDP_MODULE, or use fsdp::wrap),
-/// is a unit already, or has a parameter that cannot be sharded; the message names it.
+/// Makes `module` a unit of all its parameters that no inner unit has taken. Every rank must call
+/// it on the same modules in the same order, with the same parameter values. Parameters keep their
+/// identity, so an optimizer may be made before or after. Outside of forward and backward, a
+/// parameter is its piece of this rank's share, one-dimensional and possibly empty. Throws
+/// UsageError: no process group. ShardingError: the module has no hooks (declare it with
+/// FSDP_MODULE, or use fsdp::wrap), is a unit already, or has a parameter that cannot be sharded;
+/// the message names it.
 void fully_shard(const std::shared_ptr<torch::nn::Module>& module, FullyShardOptions options);
 
 template <typename ModuleType>
@@ -55,26 +58,31 @@ struct ShardPlacement {
 /// The placements of all sharded parameters below `module`, in the order of named_parameters().
 std::vector<ShardPlacement> shard_placements(torch::nn::Module& module);
 
-/// Scales all gradients below a sharded module so that their norm over all ranks is at most `max_norm`, and returns the norm before
-/// scaling: a scalar of the gradients' dtype, equal on every rank. Every rank must call it, between backward() and the optimizer's step.
-/// For norm_type 2 the norm is the exact sum of squares of every gradient element of every rank, rounded to float64 once, its root
-/// rounded to the dtype: it does not depend on the world size or on how parameters are sharded. Other p: sum of |g|^p in float64, in rank
-/// order; infinity: the maximum. Gradients are multiplied by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
-/// One all-reduce. Throws NonFiniteError on every rank if error_if_nonfinite and the norm is not finite; gradients
-/// are then left as they are. UsageError: max_norm is negative or NaN, norm_type is not positive, or `module` is not sharded.
+/// Scales all gradients below a sharded module so that their norm over all ranks is at most
+/// `max_norm`, and returns the norm before scaling: a scalar of the gradients' dtype, equal on
+/// every rank. Every rank must call it, between backward() and the optimizer's step. For norm_type
+/// 2 the norm is the exact sum of squares of every gradient element of every rank, rounded to
+/// float64 once, its root rounded to the dtype: it does not depend on the world size or on how
+/// parameters are sharded. Other p: sum of |g|^p in float64, in rank order; infinity: the maximum.
+/// Gradients are multiplied by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_
+/// does. One all-reduce. Throws NonFiniteError on every rank if error_if_nonfinite and the norm is
+/// not finite; gradients are then left as they are. UsageError: max_norm is negative or NaN,
+/// norm_type is not positive, or `module` is not sharded.
 torch::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, double norm_type = 2.0,
                               bool error_if_nonfinite = false);
 
 /// The norm alone.
 torch::Tensor grad_norm(torch::nn::Module& module, double norm_type = 2.0);
 
-/// Owns a model and makes it one unit (plus the units that its submodules already are). Works for modules with hooks and for plain ones.
+/// Owns a model and makes it one unit (plus the units that its submodules already are). Works for
+/// modules with hooks and for plain ones.
 ///   fsdp::FullyShardedDataParallel model(torch::nn::Sequential(...), {group});
 ///   model(x);  model.clip_grad_norm_(1.0);  torch::optim::SGD sgd(model->parameters(), 0.1);
 template <typename ModuleType>
 class FullyShardedDataParallel {
  public:
-  FullyShardedDataParallel(const torch::nn::ModuleHolder<ModuleType>& holder, FullyShardOptions options)
+  FullyShardedDataParallel(const torch::nn::ModuleHolder<ModuleType>& holder,
+                           FullyShardOptions options)
       : module_(holder.ptr()), hooked_(with_hooks(holder)) {
     fully_shard(std::static_pointer_cast<torch::nn::Module>(hooked_), std::move(options));
   }
@@ -109,8 +117,10 @@ class FullyShardedDataParallel {
 };
 
 template <typename Holder>
-  requires requires { typename Holder::ContainedType; }
+requires requires {
+  typename Holder::ContainedType;
+}
 FullyShardedDataParallel(const Holder&, FullyShardOptions)
-    -> FullyShardedDataParallel<typename Holder::ContainedType>;
+    ->FullyShardedDataParallel<typename Holder::ContainedType>;
 
 }  // namespace fsdp

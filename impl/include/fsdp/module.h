@@ -1,8 +1,9 @@
 #pragma once
-// Modules with forward hooks. libtorch's C++ modules have none, and sharding needs to act just before
-// and just after a module runs. A module declared with FSDP_MODULE instead of TORCH_MODULE runs its hooks when it is called
-// through its holder (`layer(x)`) or by torch::nn::Sequential; `layer->forward(x)` is the bare function.
-// `wrap` gives hooks to a module that was declared with TORCH_MODULE.
+// Modules with forward hooks. libtorch's C++ modules have none, and sharding needs to act just
+// before and just after a module runs. A module declared with FSDP_MODULE instead of TORCH_MODULE
+// runs its hooks when it is called through its holder (`layer(x)`) or by torch::nn::Sequential;
+// `layer->forward(x)` is the bare function. `wrap` gives hooks to a module that was declared with
+// TORCH_MODULE.
 
 #include <torch/nn/cloneable.h>
 #include <torch/nn/modules/container/any.h>
@@ -21,8 +22,9 @@
 
 namespace fsdp {
 
-/// Acts around a module's forward. Pointers lead to the tensors among the arguments (a copy of the argument list, the
-/// caller's own variables are untouched) and in the result; a hook may put other tensors in their place.
+/// Acts around a module's forward. Pointers lead to the tensors among the arguments (a copy of the
+/// argument list, the caller's own variables are untouched) and in the result; a hook may put other
+/// tensors in their place.
 class ForwardHook {
  public:
   virtual ~ForwardHook() = default;
@@ -60,21 +62,23 @@ template <typename Derived>
 class Module : public torch::nn::Cloneable<Derived>, public HookableModule {
  public:
   using torch::nn::Cloneable<Derived>::Cloneable;
-  /// Cloning builds the module's parameters anew by calling this; override it where cloning is wanted.
+  /// Cloning builds the module's parameters anew by calling this; override it where cloning is
+  /// wanted.
   void reset() override {}
 };
 
-// Visiting the tensors in arguments and results: tensors, and vectors, arrays, optionals, pairs and tuples of visitable things.
-// For a struct of your own, define `template <typename F> void visit_tensors(YourStruct&, F&&)` in its namespace.
+// Visiting the tensors in arguments and results: tensors, and vectors, arrays, optionals, pairs and
+// tuples of visitable things. For a struct of your own, define `template <typename F> void
+// visit_tensors(YourStruct&, F&&)` in its namespace.
 
 template <typename F>
 void visit_tensors(at::Tensor& tensor, F&& f) {
   f(tensor);
 }
 template <typename T, typename F>
-  requires(std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_pointer_v<T> || std::is_null_pointer_v<T> ||
-           std::same_as<T, std::string> || std::same_as<T, std::nullopt_t>)
-void visit_tensors(T&, F&&) {}
+requires(std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_pointer_v<T> ||
+         std::is_null_pointer_v<T> || std::same_as<T, std::string> ||
+         std::same_as<T, std::nullopt_t>) void visit_tensors(T&, F&&) {}
 template <typename T, typename F>
 void visit_tensors(std::vector<T>& values, F&& f);
 template <typename T, std::size_t N, typename F>
@@ -128,7 +132,8 @@ std::vector<at::Tensor*> tensors_in(T& value) {
 
 namespace detail {
 
-/// Runs the hooks' pre_forward; `entered` counts those that were begun, so that they can be told of a failure.
+/// Runs the hooks' pre_forward; `entered` counts those that were begun, so that they can be told of
+/// a failure.
 void run_pre_forward(torch::nn::Module& module, const HookableModule& hookable,
                      const std::vector<at::Tensor*>& inputs, std::size_t& entered);
 void run_post_forward(torch::nn::Module& module, const HookableModule& hookable,
@@ -172,11 +177,11 @@ class HookedModuleHolder : public torch::nn::ModuleHolder<Contained> {
 };
 
 /// Declares the holder `Name` of `NameImpl`, as TORCH_MODULE does, with hooks.
-#define FSDP_MODULE(Name)                                        \
-  class Name : public ::fsdp::HookedModuleHolder<Name##Impl> {   \
-   public:                                                       \
+#define FSDP_MODULE(Name)                                             \
+  class Name : public ::fsdp::HookedModuleHolder<Name##Impl> {        \
+   public:                                                            \
     using ::fsdp::HookedModuleHolder<Name##Impl>::HookedModuleHolder; \
-    using Impl [[maybe_unused]] = Name##Impl;                    \
+    using Impl [[maybe_unused]] = Name##Impl;                         \
   }
 
 namespace detail {
@@ -201,13 +206,12 @@ struct SignatureOf<torch::nn::SequentialImpl> {
 
 }  // namespace detail
 
-/// What a wrapper's child is registered as. Names given out by this library leave it out, so that a wrapped model has
-/// the names of the plain one.
+/// What a wrapper's child is registered as. Names given out by this library leave it out, so that a
+/// wrapped model has the names of the plain one.
 inline constexpr const char* kWrappedModuleName = "_fsdp_wrapped_module";
 
 /// Gives hooks to a module that has none of its own.
-template <typename ModuleType,
-          typename Result = typename detail::SignatureOf<ModuleType>::Result,
+template <typename ModuleType, typename Result = typename detail::SignatureOf<ModuleType>::Result,
           typename Arguments = typename detail::SignatureOf<ModuleType>::Arguments>
 class WrappedImpl;
 template <typename ModuleType, typename Result, typename... Args>
@@ -228,7 +232,8 @@ class Wrapped : public HookedModuleHolder<WrappedImpl<ModuleType>> {
   using Impl [[maybe_unused]] = WrappedImpl<ModuleType>;
 };
 
-/// `wrap(torch::nn::Linear(4, 2))`: the same module with hooks; usable alone or as an element of a Sequential.
+/// `wrap(torch::nn::Linear(4, 2))`: the same module with hooks; usable alone or as an element of a
+/// Sequential.
 template <typename ModuleType>
 Wrapped<ModuleType> wrap(const torch::nn::ModuleHolder<ModuleType>& holder) {
   return Wrapped<ModuleType>(std::make_shared<WrappedImpl<ModuleType>>(holder.ptr()));
@@ -243,7 +248,7 @@ namespace torch::nn {
 
 // torch::nn::Sequential calls its elements through this class, which would go past the hooks.
 template <typename ModuleType, typename... ArgumentTypes>
-  requires std::derived_from<ModuleType, fsdp::HookableModule>
+requires std::derived_from<ModuleType, fsdp::HookableModule>
 struct AnyModuleHolder<ModuleType, ArgumentTypes...> : public AnyModulePlaceholder {
   explicit AnyModuleHolder(std::shared_ptr<ModuleType>&& held)
       : AnyModulePlaceholder(typeid(ModuleType)), module(std::move(held)) {}
@@ -271,8 +276,8 @@ struct AnyModuleHolder<ModuleType, ArgumentTypes...> : public AnyModulePlacehold
  private:
   template <std::size_t... I>
   AnyValue call_with(std::vector<AnyValue>& arguments, std::index_sequence<I...>) {
-    return AnyValue(
-        fsdp::call(*module, std::move(arguments[I].template get<std::decay_t<ArgumentTypes>>())...));
+    return AnyValue(fsdp::call(
+        *module, std::move(arguments[I].template get<std::decay_t<ArgumentTypes>>())...));
   }
 };
 

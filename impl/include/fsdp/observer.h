@@ -1,6 +1,7 @@
 #pragma once
-// Observation points: named places inside the library where an observer sees a tensor just made, and may change it. A trace recorder
-// reads there; a fault injector writes there. When nobody observes, a point costs one null check.
+// Observation points: named places inside the library where an observer sees a tensor just made,
+// and may change it. A trace recorder reads there; a fault injector writes there. When nobody
+// observes, a point costs one null check.
 
 #include <ATen/core/Tensor.h>
 
@@ -12,23 +13,24 @@
 namespace fsdp {
 
 enum class Point {
-  unsharded_parameters,   // flat, after the all-gather: [padded]
-  unreduced_gradient,     // flat, before the reduce-scatter: [padded]
-  gradient_divide_factor, // scalar float64 on the CPU: what the sum over ranks is divided by
-  sharded_gradient,       // this rank's shard, reduced and divided, before it is added to earlier micro-batches': [padded / world size]
-  local_square_sum,       // words of the ExactSquareSum of this rank's shards
-  global_square_sum,      // the same after the all-reduce
-  total_norm,             // scalar
-  clip_coefficient,       // scalar, clamped to 1
+  unsharded_parameters,    // flat, after the all-gather: [padded]
+  unreduced_gradient,      // flat, before the reduce-scatter: [padded]
+  gradient_divide_factor,  // scalar float64 on the CPU: what the sum over ranks is divided by
+  sharded_gradient,        // this rank's shard, reduced and divided, before it is added to earlier
+                           // micro-batches': [padded / world size]
+  local_square_sum,        // words of the ExactSquareSum of this rank's shards
+  global_square_sum,       // the same after the all-reduce
+  total_norm,              // scalar
+  clip_coefficient,        // scalar, clamped to 1
 };
 std::string_view to_string(Point point);
 
 /// Where a parameter lies in its unit's flat parameter.
 struct FlatSlot {
-  std::string name;                 // as in the plain model
+  std::string name;  // as in the plain model
   std::vector<std::int64_t> sizes;
   std::int64_t numel = 0;
-  std::int64_t offset = 0;          // elements from the start of the flat parameter
+  std::int64_t offset = 0;  // elements from the start of the flat parameter
 };
 
 struct Observation {
@@ -36,7 +38,7 @@ struct Observation {
   std::string_view unit;  // the unit's name, "" for the root; empty for norms
   int rank = 0;
   int world_size = 1;
-  at::Tensor& tensor;     // may be written in place
+  at::Tensor& tensor;                            // may be written in place
   const std::vector<FlatSlot>* slots = nullptr;  // of the unit; null for norms
 };
 

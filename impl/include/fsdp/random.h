@@ -1,7 +1,7 @@
 #pragma once
-// A rank's own random generator. In-process ranks are threads and would share libtorch's default CPU
-// generator, so that their draws would interleave as the scheduler likes. Modules that draw (Dropout)
-// therefore use the generator of the rank they run on.
+// A rank's own random generator. In-process ranks are threads and would share libtorch's default
+// CPU generator, so that their draws would interleave as the scheduler likes. Modules that draw
+// (Dropout) therefore use the generator of the rank they run on.
 
 #include <ATen/core/Generator.h>
 #include <torch/nn/module.h>
@@ -12,10 +12,12 @@
 
 namespace fsdp {
 
-/// The generator of the rank that this thread runs: a CPU Mersenne Twister, made on first use with seed 0.
+/// The generator of the rank that this thread runs: a CPU Mersenne Twister, made on first use with
+/// seed 0.
 at::Generator& rank_generator();
 
-/// Seeds this thread's generator for `rank`: the seed is `seed + rank`, as users of PyTorch write it.
+/// Seeds this thread's generator for `rank`: the seed is `seed + rank`, as users of PyTorch write
+/// it.
 void seed_rank_generator(std::uint64_t seed, int rank);
 
 /// While it lives, this thread draws from `generator` instead of its own. The single-device
@@ -31,9 +33,9 @@ class GeneratorScope {
   at::Generator previous_;
 };
 
-/// Dropout that draws from the rank's generator. Keeps each element with probability 1 - p and scales the kept ones by 1/(1 - p):
-/// mask = bernoulli(1 - p) of x's shape and dtype, y = x * (mask / (1 - p)). In eval mode, or with p = 0,
-/// y = x and nothing is drawn.
+/// Dropout that draws from the rank's generator. Keeps each element with probability 1 - p and
+/// scales the kept ones by 1/(1 - p): mask = bernoulli(1 - p) of x's shape and dtype, y = x * (mask
+/// / (1 - p)). In eval mode, or with p = 0, y = x and nothing is drawn.
 class DropoutImpl : public Module<DropoutImpl> {
  public:
   /// Throws UsageError unless 0 <= p < 1.
