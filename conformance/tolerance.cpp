@@ -52,6 +52,24 @@
 // What these bounds cannot see: an error below K times the largest rounding error of its tensor,
 // wherever in the tensor it is; one element of AdamW's parameters where the gradient is all
 // rounding.
+//
+// Share of the bound that correct runs used, 99 % of the steps and the most of all, over 54
+// scenarios (mlp and transformer; sgd, sgd with momentum, adamw; 2, 3 and 8 ranks; clipped and not;
+// float32) of 21 seeds and 5 steps. "independent" is a full-batch run held to float64, the replay
+// being the trusted run; the replay itself is at 1/K there.
+//
+//                      replay against whole   independent against float64
+//   mean_loss             0.10   0.18            0.08   0.11
+//   gradient              0.28   0.42            0.37   0.75
+//   total_norm            0.12   0.22            0.12   0.23
+//   clipped_gradient      0.27   0.41            0.35   0.70
+//   optimizer_state       0.30   0.38            0.39   0.46
+//   parameter             0.64   0.66            0.53   0.55
+//
+// The parameters' share is that of roundings which are counted one by one, so it is near 1/2 and
+// cannot pass 1. With the full-batch run as the trusted one the share reached 1.5, for a bias of
+// one element whose terms cancel: it does not know the terms. So the trusted run must be the
+// replay.
 
 #include "conformance/tolerance.h"
 

@@ -103,12 +103,12 @@ void measure(benchmark::State& state, bool sharded, bool with_optimizer) {
   }
 }
 
-BENCHMARK_CAPTURE(measure, step / whole, false, true)->Unit(benchmark::kMillisecond)->UseRealTime();
-BENCHMARK_CAPTURE(measure, step / fsdp, true, true)->Unit(benchmark::kMillisecond)->UseRealTime();
-BENCHMARK_CAPTURE(measure, forward_backward / whole, false, false)
+BENCHMARK_CAPTURE(measure, step_whole, false, true)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK_CAPTURE(measure, step_fsdp, true, true)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK_CAPTURE(measure, forward_backward_whole, false, false)
     ->Unit(benchmark::kMillisecond)
     ->UseRealTime();
-BENCHMARK_CAPTURE(measure, forward_backward / fsdp, true, false)
+BENCHMARK_CAPTURE(measure, forward_backward_fsdp, true, false)
     ->Unit(benchmark::kMillisecond)
     ->UseRealTime();
 

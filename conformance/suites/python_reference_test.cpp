@@ -219,17 +219,17 @@ bool comes_true_within(std::chrono::seconds time, Condition condition) {
 }
 
 /// The numbers in a file, one per line, once there are `count`.
-std::vector<::pid_t> wait_for_numbers(const fs::path& path, std::size_t count) {
-  std::vector<::pid_t> pids;
+std::vector<int> wait_for_numbers(const fs::path& path, std::size_t count) {
+  std::vector<int> numbers;
   comes_true_within(std::chrono::seconds(20), [&] {
-    pids.clear();
+    numbers.clear();
     std::ifstream file(path);
     for (std::string line; std::getline(file, line) && !file.eof();) {
-      pids.push_back(std::stoi(line));
+      numbers.push_back(std::stoi(line));
     }
-    return pids.size() == count;
+    return numbers.size() == count;
   });
-  return pids;
+  return numbers;
 }
 
 const fs::path kRealProgram =
@@ -548,7 +548,7 @@ TEST_F(PythonReferenceTrouble, SeveralLiveAtOnceAndEndInAnyOrder) {
   for (int i = 0; i < 3; ++i) {
     several.push_back(std::make_unique<PythonReference>(scenario(), initial(), options));
   }
-  EXPECT_EQ(wait_for_numbers(pid_file(), 3), (std::vector<::pid_t>{1, 1, 1}));
+  EXPECT_EQ(wait_for_numbers(pid_file(), 3), (std::vector<int>{1, 1, 1}));
   several[0].reset();
   several[2]->finish();
   several[1]->finish();

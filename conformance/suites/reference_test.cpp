@@ -338,6 +338,11 @@ TEST(Scenario, ValidScenariosThatDifferHaveDifferentNames) {
   other.backend = "a";
   other.device = "b_device_c";
   EXPECT_NE(dotted_name(one), dotted_name(other));
+  // And two numbers that are neighbours.
+  one.optimizer.lr = 0.1;
+  other = one;
+  other.optimizer.lr = std::nextafter(0.1, 1);
+  EXPECT_NE(dotted_name(one), dotted_name(other));
 }
 
 TEST(Scenario, ChangingAnyOneFieldChangesTheName) {
@@ -1118,15 +1123,19 @@ TEST(Norm, KeepsWhatAFloatingPointSumLoses) {
   EXPECT_NE(norm_of(values), 1e8);
 }
 
-TEST(Norm, RoundsTiesToEven) {
-  // 2^54 + 2 and 2^54 + 6 lie halfway between float64 numbers, which are 4 apart there.
-  const auto with_ones = [](std::size_t count) {
-    std::vector<double> values(count + 1, 1.0);
-    values[0] = std::ldexp(1, 27);
+TEST(Norm, RoundsTheSumToNearestAndTiesToEven) {
+  // 2^55 + 4k, k odd, lies halfway between two float64 numbers, which are 8 apart there. Which of
+  // the two was taken shows in the root.
+  const auto with_twos = [](std::size_t k, double more) {
+    std::vector<double> values(k, 2.0);
+    values.insert(values.end(), {std::ldexp(1, 27), std::ldexp(1, 27), more});
     return norm_of(values);
   };
-  EXPECT_EQ(with_ones(2), 0x1p+27);
-  EXPECT_EQ(with_ones(6), 0x1.0000000000001p+27);
+  EXPECT_EQ(with_twos(3, 0), std::sqrt(std::ldexp(1, 55) + 16));
+  EXPECT_NE(with_twos(3, 0), std::sqrt(std::ldexp(1, 55) + 8));
+  EXPECT_EQ(with_twos(5, 0), std::sqrt(std::ldexp(1, 55) + 16));
+  EXPECT_EQ(with_twos(5, 1e-150), std::sqrt(std::ldexp(1, 55) + 24));  // a little more than half
+  EXPECT_NE(with_twos(5, 0), with_twos(5, 1e-150));
 }
 
 TEST(Norm, DoesNotDependOnOrderOrGrouping) {
@@ -1148,6 +1157,9 @@ TEST(Norm, HoldsAtTheEndsOfTheRange) {
   // From Python's fractions: sums that are subnormal, where digits end at 2^-1074.
   EXPECT_EQ(norm_of({3e-162, 1e-162}), 0x1.6a09e667f3bcdp-537);
   EXPECT_EQ(norm_of({0x1.8p-530, 0x1p-531, 0x1p-537}), 0x1.94c6c77e5a533p-530);
+  // 2^-1060 + 2^-1074 + a little less than half of 2^-1074: rounding to 53 digits first would make
+  // it a half, and round up.
+  EXPECT_EQ(norm_of({0x1p-530, 0x1p-537, 0x1.6a09e667f3bccp-538}), 0x1.0001fffe0004p-530);
   EXPECT_EQ(norm_of({std::numeric_limits<double>::denorm_min()}), 0);
   EXPECT_EQ(norm_of(std::vector<double>(3, 0x1.0000000000001p-500)), 0x1.bb67ae8584cacp-500);
   EXPECT_EQ(norm_of({1e154, 1e153}), 0x1.7fc5899cb7693p+511);

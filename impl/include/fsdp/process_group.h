@@ -78,6 +78,11 @@ struct RunRanksOptions {
   int intra_op_threads = 1;
   /// The rank's own random generator (see random.h) is seeded from this and the rank.
   std::uint64_t seed = 0;
+  /// Lets the process keep freed memory for the next step instead of giving it back to the system
+  /// (glibc's mallopt, for the whole process and for good). Measured on a 3.3 million parameter
+  /// transformer with 2 ranks: a step goes from 1.14 to 1.05 times that of two threads without
+  /// sharding.
+  bool keep_freed_memory = true;
 };
 
 /// Runs `body` once per rank, each on a thread of its own, and returns when all have ended. Each

@@ -183,3 +183,10 @@ def test_linear_is_linear(shape, bias):
     x = torch.randn(shape, dtype=torch.float64)
     expected = F.linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_linear_adds_its_bias_after_the_product_if_there_are_batches_of_rows():
+    layer, x = Linear(256, 768), torch.randn(4, 64, 256)
+    assert torch.equal(layer(x), x.matmul(layer.weight.t()) + layer.bias)
+    rows = x.flatten(0, 1)
+    assert torch.equal(layer(rows), torch.addmm(layer.bias, rows, layer.weight.t()))
