@@ -316,15 +316,13 @@ TEST(Scenario, ValidScenariosThatDifferHaveDifferentNames) {
   RandomScenarios random;
   std::map<std::string, Scenario> seen;
   const std::regex form("[a-z0-9_]+\\.[a-z0-9_]+\\.[a-z0-9_]+\\.w[0-9]+\\.[a-z0-9_]+");
-  int again = 0;
   for (int i = 0; i < 20000; ++i) {
     auto scenario = random.draw();
     ASSERT_NO_THROW(validate(scenario));
     const auto name = dotted_name(scenario);
     ASSERT_TRUE(std::regex_match(name, form)) << name;
     scenario.seed = 0;  // the name leaves it out
-    const auto [held, is_new] = seen.emplace(name, scenario);
-    again += is_new ? 0 : 1;
+    const auto held = seen.emplace(name, scenario).first;
     ASSERT_EQ(held->second, scenario) << name << "\n"
                                       << to_json(held->second) << "\n"
                                       << to_json(scenario);
