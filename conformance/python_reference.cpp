@@ -404,7 +404,7 @@ namespace {
 
 PythonReference::Options with_defaults(PythonReference::Options options) {
   if (options.python.empty()) {
-    options.python = from_environment("SHARDPROOF_PYTHON", "python3");
+    options.python = from_environment("SHARDPROOF_PYTHON", SHARDPROOF_DEFAULT_PYTHON);
   }
   if (options.program.empty()) {
     options.program = from_environment("SHARDPROOF_PYTHON_REFERENCE", SHARDPROOF_PYTHON_REFERENCE);

@@ -25,7 +25,8 @@ struct PythonReferenceError : std::runtime_error {
 class PythonReference {
  public:
   struct Options {
-    /// Looked up in PATH if it has no slash. Empty: what SHARDPROOF_PYTHON says, else "python3".
+    /// Looked up in PATH if it has no slash. Empty: what SHARDPROOF_PYTHON says, else
+    /// the one that was found at configuration (that of ci/setup, else python3).
     std::filesystem::path python;
     /// Empty: what SHARDPROOF_PYTHON_REFERENCE says, else reference.py where it lay when this was
     /// compiled.

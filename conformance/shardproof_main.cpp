@@ -247,9 +247,9 @@ int command(int argc, char** argv) {
                           "folder for results.jsonl, summary.json and report.html");
   run_command->add_option("--fault", arguments.fault,
                           "plant a fault: local_norm_clipping, sum_instead_of_mean, flipped_bit");
-  run_command->add_option(
-      "--python", arguments.python,
-      "interpreter of the Python reference; default: $SHARDPROOF_PYTHON, else python3");
+  run_command->add_option("--python", arguments.python,
+                          "interpreter of the Python reference; default: $SHARDPROOF_PYTHON, else "
+                          "the one found when this was built");
   run_command->add_flag("--no-python", arguments.no_python, "leave the Python reference out");
   run_command->add_flag("--free-running", arguments.free_running,
                         "do not set the references to the subject's state before each step");
