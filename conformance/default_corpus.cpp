@@ -42,6 +42,9 @@ std::vector<std::string> expand_corpus(const std::vector<std::string>& paths) {
             fmt::format("corpus: folder {} has no files; wanted: text files", path));
       }
       files.insert(files.end(), below.begin(), below.end());
+    } else if (fs::exists(path) && !fs::is_regular_file(path)) {
+      throw ScenarioError(
+          fmt::format("corpus: {} is neither a file nor a folder; wanted: text files", path));
     } else if (fs::exists(path)) {
       files.push_back(path);
     } else {

@@ -499,8 +499,12 @@ json PythonReference::Impl::await_answer(std::string_view wanted) {
     case Child::Received::line:
       break;
     case Child::Received::timeout:
-      fail(fmt::format("no answer within {} s", options.timeout.count()), wanted,
-           "Allow more time, or see what it waits for");
+      try {
+        fail(fmt::format("no answer within {} s", options.timeout.count()), wanted,
+             "Allow more time, or see what it waits for");
+      } catch (const PythonReferenceError& error) {
+        throw PythonReferenceTimeout(error.what());
+      }
     case Child::Received::too_long:
       fail(fmt::format("an answer without an end: {}", shown(line)), wanted, kCureStderr);
     case Child::Received::end: {

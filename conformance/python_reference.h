@@ -22,6 +22,11 @@ struct PythonReferenceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// It gave no answer in time.
+struct PythonReferenceTimeout : PythonReferenceError {
+  using PythonReferenceError::PythonReferenceError;
+};
+
 class PythonReference {
  public:
   struct Options {

@@ -25,7 +25,12 @@ namespace {
 class ScratchFolder {
  public:
   ScratchFolder() {
-    auto pattern = (std::filesystem::temp_directory_path() / "shardproof-XXXXXX").string();
+    std::error_code error;
+    auto pattern = (std::filesystem::temp_directory_path(error) / "shardproof-XXXXXX").string();
+    if (error) {
+      throw FileError(
+          "there is no folder for temporary files; set TMPDIR to one that can be written");
+    }
     if (mkdtemp(pattern.data()) == nullptr) {
       throw FileError(fmt::format(
           "cannot make a temporary folder like {}: {}; set TMPDIR to a folder that can be written",
@@ -222,6 +227,24 @@ void refuse_what_is_not_here(const Scenario& scenario) {
   }
 }
 
+/// Numbers that the dtype cannot hold would be rounded to infinity or zero on the way.
+void refuse_what_the_dtype_cannot_hold(const Scenario& scenario) {
+  const bool wide = scenario.dtype == "float64";
+  const double largest = wide ? 1e150 : 1e18;
+  const double smallest = wide ? 1e-150 : 1e-18;
+  const auto check = [&](const char* field, double value) {
+    if (value != 0 && (value > largest || value < smallest)) {
+      throw ScenarioError(fmt::format(
+          "{} is {}; wanted with {}: 0, or from {} to {}, so that it and its square can be held",
+          field, value, scenario.dtype, smallest, largest));
+    }
+  };
+  check("max_norm", scenario.max_norm);
+  check("optimizer.lr", scenario.optimizer.lr);
+  check("optimizer.eps", scenario.optimizer.eps);
+  check("optimizer.weight_decay", scenario.optimizer.weight_decay);
+}
+
 void refuse_non_finite_losses(const StepTrace& subject) {
   for (const auto& tensor : subject.tensors) {
     if (tensor.quantity != Quantity::loss) {
@@ -245,6 +268,7 @@ RunSummary run_session(const SessionOptions& options) {
   const auto started = std::chrono::steady_clock::now();
   validate(options.scenario);
   refuse_what_is_not_here(options.scenario);
+  refuse_what_the_dtype_cannot_hold(options.scenario);
   RunSummary summary;
   summary.scenario = options.scenario;
   summary.environment = describe_environment();

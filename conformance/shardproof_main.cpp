@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
@@ -68,6 +69,9 @@ class ScenarioOptions {
     if constexpr (!std::is_same_v<T, std::vector<std::int64_t>>) {
       option->capture_default_str();
     }
+    if constexpr (std::is_same_v<T, std::uint64_t>) {
+      option->check([](const std::string& text) { return whole_number(text); });
+    }
     changes_.push_back([option, value, access](Scenario& scenario) {
       if (option->count() > 0) {
         access(scenario) = *value;
@@ -81,6 +85,16 @@ class ScenarioOptions {
   }
 
  private:
+  /// What is wrong with the text as a 64-bit number, or nothing. CLI11 by itself wraps -1 and cuts
+  /// what is too large.
+  static std::string whole_number(const std::string& text) {
+    std::uint64_t number = 0;
+    const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
+    return parsed.ec == std::errc() && parsed.ptr == text.data() + text.size()
+               ? std::string()
+               : fmt::format("{} is no whole number from 0 to 2^64 - 1", text);
+  }
+
   CLI::App& app_;
   Scenario defaults_;
   std::vector<std::function<void(Scenario&)>> changes_;
@@ -220,6 +234,11 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
     std::cout << "report: " << (std::filesystem::path(arguments.report) / "report.html").string()
               << "\n";
   }
+  std::cout.flush();
+  if (!std::cout) {
+    return complain(kExitBroken,
+                    "cannot write the table to standard output; nobody has seen the verdict");
+  }
   if (summary.outcome == Outcome::passed && options.fault != nullptr) {
     return complain(kExitBroken,
                     fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
@@ -264,6 +283,16 @@ int command(int argc, char** argv) {
   ScenarioOptions scenario_options(*run_command);
   add_scenario_options(scenario_options);
 
+  // CLI11 takes an empty value for one that was not given, so that an unset variable in a script
+  // would silently turn an option off.
+  for (int i = 1; i < argc; ++i) {
+    if (*argv[i] == '\0') {
+      return complain(
+          kExitUsage,
+          fmt::format("the value after {} is empty; wanted: a value, or leave the option out",
+                      argv[i - 1]));
+    }
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {
@@ -288,6 +317,8 @@ int main(int argc, char** argv) {
   try {
     return command(argc, argv);
   } catch (const fsdp::TimeoutError& error) {
+    return complain(kExitTimedOut, error.what());
+  } catch (const PythonReferenceTimeout& error) {
     return complain(kExitTimedOut, error.what());
   } catch (const fsdp::UsageError& error) {
     return complain(kExitUsage, error.what());

@@ -221,6 +221,12 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"DropoutOne", "--dropout 1", {"dropout"}},
         BadInput{"NegativeNorm", "--max-norm -1", {"max_norm"}},
         BadInput{"NanLearningRate", "--lr nan", {"lr"}},
+        BadInput{"EmptyValue", "--fault ''", {"--fault", "empty"}},
+        BadInput{"NegativeSeed", "--seed=-1", {"-1", "2^64"}},
+        BadInput{"SeedTooLarge", "--seed 18446744073709551616", {"18446744073709551616"}},
+        BadInput{"NormTooSmallForTheDtype", "--max-norm 1e-45", {"max_norm", "float32"}},
+        BadInput{"LearningRateTooLargeForTheDtype", "--lr 1e38", {"optimizer.lr", "float32"}},
+        BadInput{"CorpusIsADevice", "--corpus /dev/zero", {"/dev/zero"}},
         BadInput{"UnknownModel", "--model resnet", {"resnet", "transformer"}},
         BadInput{"UnknownOptimizer", "--optimizer lion", {"lion", "adamw"}},
         BadInput{"UnknownStrategy", "--strategy zero_nine", {"zero_nine", "full_shard"}},
@@ -253,9 +259,22 @@ INSTANTIATE_TEST_SUITE_P(
                  {"/proc/shardproof_report"}},
         BadInput{"TrainingBlowsUp",
                  "--layers 1 --width 16 --heads 2 --context 8 --data synthetic --steps 3 "
-                 "--optimizer sgd --lr 1e30 --max-norm 0",
+                 "--optimizer sgd --lr 1e17 --max-norm 0",
                  {"the loss of step", "rank"}}),
     [](const auto& info) { return info.param.name; });
+
+TEST_F(Command, APythonThatDoesNotAnswerIsATimeout) {
+  const auto program = write("sleeper", "#!/bin/sh\nexec sleep 100\n");
+  fs::permissions(program, fs::perms::owner_all);
+  const auto ended =
+      shardproof("run --quiet --timeout 1 --python " + program.string() + " " + kSmall);
+  EXPECT_EQ(ended.code, kExitTimedOut) << ended.text;
+}
+
+TEST_F(Command, OutputThatCannotBeWrittenIsNoPass) {
+  const auto ended = shardproof(kTiny + "2>&1 >/dev/full");
+  EXPECT_EQ(ended.code, kExitBroken) << ended.text;
+}
 
 TEST_F(Command, MissingPythonIsOneClearMessage) {
   const auto ended =

@@ -1101,6 +1101,11 @@ TEST(ProcessGroup, CallsThatDoNotMatchEndEveryRankWithAMismatchError) {
       {"operation",
        [](RankContext& context) { return broadcast(context, torch::ones({4}), 0); },
        {"rank 1 called broadcast(Float, 4 elements, root 0)"}},
+      {"operation alone",
+       [](RankContext& context) {
+         return reduce_scatter(context, torch::zeros({4}), torch::ones({16}));
+       },
+       {"rank 1 called reduce_scatter(sum, Float, 4 elements)"}},
       {"no tensor",
        [](RankContext& context) { return context.process_group->barrier(); },
        {"rank 1 called barrier()"}},
