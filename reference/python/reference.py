@@ -82,8 +82,12 @@ def main(arguments: list[str], orders: TextIO, answers: TextIO) -> int:
         run(options, orders, answer)
         return 0
     except Abandoned as trouble:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        # The end of stdin and SIGTERM announce the same death: the second must not stop the removal.
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        finally:
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
         sentence, code = str(trouble), EXIT_SOFTWARE
     except InputError as trouble:
         sentence, code = str(trouble), EXIT_USAGE
@@ -176,6 +180,7 @@ def prepare_output(folder: Path) -> Path:
 
 
 def _raise_abandoned(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Abandoned("ended by SIGTERM")
 
 
