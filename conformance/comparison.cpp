@@ -299,16 +299,17 @@ double share_of_bound(double got, double want, double allowed) {
   return std::isnan(share) ? std::numeric_limits<double>::infinity() : share;
 }
 
-template <typename T>
-void compare_within(const T* got, const double* want, const double* allowed, const Run& run,
+template <typename T, typename W>
+void compare_within(const T* got, const W* want, const double* allowed, const Run& run,
                     Findings& findings) {
   for (std::int64_t i = 0; i < run.count; ++i) {
     const auto value = static_cast<double>(got[i]);
+    const auto wanted = static_cast<double>(want[i]);
     // The common case without a division; false for a NaN anywhere.
-    if (std::fabs(value - want[i]) <= std::min(findings.ratio, 1.0) * allowed[i]) {
+    if (std::fabs(value - wanted) <= std::min(findings.ratio, 1.0) * allowed[i]) {
       continue;
     }
-    const double share = share_of_bound(value, want[i], allowed[i]);
+    const double share = share_of_bound(value, wanted, allowed[i]);
     findings.differing += share <= 1 ? 0 : 1;
     if (share > findings.ratio) {
       findings.ratio = share;
@@ -319,17 +320,31 @@ void compare_within(const T* got, const double* want, const double* allowed, con
   }
 }
 
-/// `allowed` and the runs' wanted tensor are float64, of the shape of the whole tensor.
+/// `allowed` is float64, of the shape of the whole tensor.
 Findings compare_bounded(const std::vector<Run>& runs, const at::Tensor& allowed) {
   Findings findings;
   findings.start_with(runs);
   for (const Run& run : runs) {
     with_format(run.got.scalar_type(), [&]<typename T>(auto, const T*) {
-      compare_within(run.got.const_data_ptr<T>(), run.want.const_data_ptr<double>() + run.offset,
-                     allowed.const_data_ptr<double>() + run.offset, run, findings);
+      with_format(run.want.scalar_type(), [&]<typename W>(auto, const W*) {
+        compare_within(run.got.const_data_ptr<T>(), run.want.const_data_ptr<W>() + run.offset,
+                       allowed.const_data_ptr<double>() + run.offset, run, findings);
+      });
     });
   }
   return findings;
+}
+
+/// Adds |want - centre| to each element of `allowed`; all have one shape, `centre` is float64.
+void add_distance(const at::Tensor& want, const at::Tensor& centre, const at::Tensor& allowed) {
+  with_format(want.scalar_type(), [&]<typename W>(auto, const W*) {
+    const W* from = want.const_data_ptr<W>();
+    const auto* to = centre.const_data_ptr<double>();
+    auto* bound = allowed.mutable_data_ptr<double>();
+    for (std::int64_t i = 0; i < allowed.numel(); ++i) {
+      bound[i] += std::fabs(static_cast<double>(from[i]) - to[i]);
+    }
+  });
 }
 
 // ---- Layout -------------------------------------------------------------------------------------
@@ -571,7 +586,7 @@ class StepComparison {
           !fault.empty()) {
         throw TraceError(fault);
       }
-      std::vector<Run> runs = pair_up(got, want);
+      const std::vector<Run> runs = pair_up(got, want);
       if (exact) {
         write_down(compare_exactly(runs), got.shape, verdict);
         if (verdict.outcome == Outcome::failed) {
@@ -587,18 +602,18 @@ class StepComparison {
     return verdict;
   }
 
-  void compare_with_bound(std::vector<Run>& runs, const TraceTensor& got, Verdict& verdict) {
-    const at::Tensor want = runs.front().want.to(at::kDouble);
-    for (Run& run : runs) {
-      run.want = want;
-    }
-    write_down(compare_bounded(runs, allowed(got.quantity, got.name, want)), got.shape, verdict);
+  void compare_with_bound(const std::vector<Run>& runs, const TraceTensor& got, Verdict& verdict) {
+    const at::Tensor bound = allowed(got.quantity, got.name, runs.front().want);
+    write_down(compare_bounded(runs, bound), got.shape, verdict);
     verdict.ulp = ulp_distance(verdict.got, verdict.want, scenario_dtype());
   }
 
   /// The bound on the distance from `want`: that from the float64 run, and want's own from it.
   at::Tensor allowed(Quantity quantity, const std::string& name, const at::Tensor& want) {
-    at::Tensor bound = bounds().allowed(quantity, name);
+    const at::Tensor bound = bounds().allowed(quantity, name);
+    if (bound.sizes() != want.sizes()) {
+      throw TraceError("the float64 run has it in another shape");
+    }
     if (expectation_.want == expectation_.float64) {
       return bound;
     }
@@ -606,7 +621,8 @@ class StepComparison {
         quantity == Quantity::mean_loss
             ? torch::full({}, mean_loss_of(*expectation_.float64), at::kDouble)
             : plain(assemble(*expectation_.float64->find(quantity, name))).to(at::kDouble);
-    return bound.add_((want - centre).abs_());
+    add_distance(want, centre, bound);
+    return bound;
   }
 
   const StepBounds& bounds() {
@@ -738,15 +754,18 @@ bool has_nonzero(const at::Tensor& tensor) {
   });
 }
 
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  // An empty tensor has no address, which memcmp must not be given.
+  return a.nbytes() == b.nbytes() &&
+         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
 bool same_values(const TraceTensor& a, const TraceTensor& b) {
   if (a.pieces.size() != b.pieces.size()) {
     return false;
   }
   for (std::size_t i = 0; i < a.pieces.size(); ++i) {
-    const at::Tensor x = plain(a.pieces[i].values);
-    const at::Tensor y = plain(b.pieces[i].values);
-    if (x.nbytes() != y.nbytes() ||
-        std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) != 0) {
+    if (!same_bits(plain(a.pieces[i].values), plain(b.pieces[i].values))) {
       return false;
     }
   }

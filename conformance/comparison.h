@@ -44,7 +44,8 @@ const Verdict* first_divergence(const std::vector<Verdict>& verdicts);
 /// Guards: did the run train, and were the checks able to see anything? Fed with each step of the
 /// subject; the verdicts come at the end: losses are finite and moved; no parameter's gradient was
 /// zero in every step; parameters moved; clipping bit at least once if it was asked for; every rank
-/// had its own data (losses differ over ranks); every quantity was compared at every step.
+/// had its own data (losses differ over ranks); no single copy stood for all ranks; every quantity
+/// was there at every step, and every step of the scenario.
 class TrainingGuards {
  public:
   explicit TrainingGuards(const Scenario& scenario);

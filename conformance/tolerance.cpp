@@ -98,14 +98,24 @@ at::Tensor as_float64(const at::Tensor& tensor) {
   return tensor.to(at::kCPU, at::kDouble).contiguous();
 }
 
-/// The tensor of a trace, whole and in float64.
-at::Tensor whole_float64(const StepTrace& trace, Quantity quantity, const std::string& name) {
+/// A tensor of a trace, whole.
+at::Tensor whole(const StepTrace& trace, Quantity quantity, const std::string& name) {
   const TraceTensor* found = trace.find(quantity, name);
   if (found == nullptr) {
     throw TraceError(fmt::format("step {}: the bound of {} \"{}\" needs a run that has it",
                                  trace.step, to_string(quantity), name));
   }
-  return as_float64(assemble(*found));
+  return assemble(*found).contiguous();
+}
+
+/// Calls f with a pointer to the values, without a copy for the dtypes that matter.
+template <typename F>
+auto with_values(const at::Tensor& tensor, F f) {
+  const at::Tensor plain = tensor.contiguous();
+  if (plain.scalar_type() == at::kFloat) {
+    return f(plain.const_data_ptr<float>());
+  }
+  return f(as_float64(plain).const_data_ptr<double>());
 }
 
 /// Sums over the elements that are finite in both runs.
@@ -121,22 +131,19 @@ struct ErrorSums {
     largest_error = std::max(largest_error, other.largest_error);
     count += other.count;
   }
+  double root_mean_square() const {
+    return count > 0 ? std::sqrt(value_squares / static_cast<double>(count)) : 0;
+  }
 };
 
-ErrorSums error_sums(const at::Tensor& trusted, const at::Tensor& float64) {
-  const at::Tensor seen = as_float64(trusted);
-  const at::Tensor exact = as_float64(float64);
-  if (seen.sizes() != exact.sizes()) {
-    throw TraceError("the trusted run and the float64 run have tensors of different shapes");
-  }
-  const auto* a = seen.const_data_ptr<double>();
-  const auto* b = exact.const_data_ptr<double>();
+template <typename T>
+ErrorSums error_sums(const T* trusted, const double* float64, std::int64_t numel) {
   ErrorSums sums;
-  for (std::int64_t i = 0; i < exact.numel(); ++i) {
-    const double error = std::fabs(a[i] - b[i]);
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const double error = std::fabs(static_cast<double>(trusted[i]) - float64[i]);
     if (error <= std::numeric_limits<double>::max()) {  // neither NaN nor infinite
       sums.error_squares += error * error;
-      sums.value_squares += b[i] * b[i];
+      sums.value_squares += float64[i] * float64[i];
       sums.largest_error = std::max(sums.largest_error, error);
       ++sums.count;
     }
@@ -144,14 +151,37 @@ ErrorSums error_sums(const at::Tensor& trusted, const at::Tensor& float64) {
   return sums;
 }
 
-ErrorSums error_sums(const StepTrace& trusted, const StepTrace& float64, Quantity quantity) {
-  ErrorSums sums;
-  for (const TraceTensor& tensor : float64.tensors) {
-    if (tensor.quantity == quantity) {
-      sums += error_sums(whole_float64(trusted, quantity, tensor.name), assemble(tensor));
-    }
+ErrorSums error_sums(const at::Tensor& trusted, const at::Tensor& float64) {
+  if (trusted.sizes() != float64.sizes()) {
+    throw TraceError("the trusted run and the float64 run have tensors of different shapes");
   }
-  return sums;
+  const at::Tensor exact = as_float64(float64);
+  return with_values(trusted, [&](const auto* values) {
+    return error_sums(values, exact.const_data_ptr<double>(), exact.numel());
+  });
+}
+
+/// Of the terms that were added up, if it is known and finite, else of the sums.
+double root_mean_square_of_terms(const ErrorSums& sums, const at::Tensor& magnitude) {
+  const double of_values = sums.root_mean_square();
+  if (!magnitude.defined() || magnitude.numel() == 0) {
+    return of_values;
+  }
+  const double squares = with_values(magnitude, [&](const auto* terms) {
+    double sum = 0;
+    for (std::int64_t i = 0; i < magnitude.numel(); ++i) {
+      sum += static_cast<double>(terms[i]) * static_cast<double>(terms[i]);
+    }
+    return sum;
+  });
+  const double of_terms = std::sqrt(squares / static_cast<double>(magnitude.numel()));
+  return std::isfinite(of_terms) ? std::max(of_values, of_terms) : of_values;
+}
+
+/// K times what a run's error in a tensor may be taken to be.
+double error_bound(const ErrorSums& sums, double relative_error, const at::Tensor& magnitude) {
+  return kErrorFactor *
+         std::max(sums.largest_error, relative_error * root_mean_square_of_terms(sums, magnitude));
 }
 
 double relative(const ErrorSums& sums) {
@@ -195,13 +225,43 @@ struct AdamwUpdate {
   double denominator(double v, double g) const {
     return std::sqrt((beta2 * v + (1 - beta2) * g * g) * square_scale) + eps;
   }
+  double numerator(double m, double g) const { return step_size * (beta1 * m + (1 - beta1) * g); }
   double operator()(double m, double v, double g) const {
-    return step_size * (beta1 * m + (1 - beta1) * g) / denominator(v, g);
+    return numerator(m, g) / denominator(v, g);
   }
-  /// Where the derivative with respect to g vanishes (eps left out: it shifts the point, and next
-  /// to it the function is flat).
+  /// Whether the derivative with respect to g vanishes between low and high: it is
+  /// (1-beta1) beta2 v - beta1 m (1-beta2) g times something positive. (eps is left out: it shifts
+  /// the point, and next to it the function is flat.)
+  bool turns_between(double m, double v, double low, double high) const {
+    const double constant = (1 - beta1) * beta2 * v;
+    const double slope = beta1 * m * (1 - beta2);
+    return (constant - slope * low) * (constant - slope * high) < 0;
+  }
   double turning_point(double m, double v) const {
     return (1 - beta1) * beta2 * v / (beta1 * m * (1 - beta2));
+  }
+
+  /// The largest |update(subject) - update(g)| for a subject whose gradient is within dg of g, and
+  /// whose formula rounds as tolerance.cpp counts.
+  double bound(double m, double v, double g, double dg, double u) const {
+    const double low = g - dg;
+    const double high = g + dg;
+    const double denominator_low = denominator(v, low);
+    const double denominator_high = denominator(v, high);
+    const double at_centre = (*this)(m, v, g);
+    double range = std::max(std::fabs(numerator(m, low) / denominator_low - at_centre),
+                            std::fabs(numerator(m, high) / denominator_high - at_centre));
+    if (turns_between(m, v, low, high)) {
+      range = std::max(range, std::fabs((*this)(m, v, turning_point(m, v)) - at_centre));
+    }
+    double least_denominator = std::min(denominator_low, denominator_high);
+    if (low < 0 && high > 0) {
+      range = std::max(range, std::fabs((*this)(m, v, 0) - at_centre));
+      least_denominator = denominator(v, 0);
+    }
+    const double terms = beta1 * std::fabs(m) + (1 - beta1) * (std::fabs(g) + dg);
+    return range +
+           u * (14 * (std::fabs(at_centre) + range) + 4 * step_size * terms / least_denominator);
   }
 };
 
@@ -259,13 +319,8 @@ at::Tensor sum_bound(const at::Tensor& magnitude, int world_size, at::ScalarType
 
 at::Tensor rounding_bound(const at::Tensor& trusted, const at::Tensor& float64,
                           double quantity_relative_error, const at::Tensor& magnitude) {
-  const ErrorSums sums = error_sums(trusted, float64);
-  double rms = sums.count > 0 ? std::sqrt(sums.value_squares / static_cast<double>(sums.count)) : 0;
-  if (magnitude.defined() && magnitude.numel() > 0) {
-    const double of_terms = std::sqrt(as_float64(magnitude).square().mean().item<double>());
-    rms = std::isfinite(of_terms) ? std::max(rms, of_terms) : rms;
-  }
-  const double error = kErrorFactor * std::max(sums.largest_error, quantity_relative_error * rms);
+  const double error =
+      error_bound(error_sums(trusted, float64), quantity_relative_error, magnitude);
   const double ulps = kGradientUlps * unit_roundoff(trusted.scalar_type());
   const at::Tensor exact = as_float64(float64);
   return elementwise(
@@ -273,7 +328,13 @@ at::Tensor rounding_bound(const at::Tensor& trusted, const at::Tensor& float64,
 }
 
 double relative_error(const StepTrace& trusted, const StepTrace& float64, Quantity quantity) {
-  return relative(error_sums(trusted, float64, quantity));
+  ErrorSums sums;
+  for (const TraceTensor& tensor : float64.tensors) {
+    if (tensor.quantity == quantity) {
+      sums += error_sums(whole(trusted, quantity, tensor.name), assemble(tensor));
+    }
+  }
+  return relative(sums);
 }
 
 double mean_loss_of(const StepTrace& trace) {
@@ -298,20 +359,32 @@ double mean_loss_of(const StepTrace& trace) {
 
 StepBounds::StepBounds(const Scenario& scenario, const StepTrace& trusted, const StepTrace& float64,
                        const TrainingState& start)
-    : scenario_(scenario), trusted_(trusted), float64_(float64), start_(start) {
+    : scenario_(scenario), float64_(float64), start_(start) {
   const at::ScalarType dtype = scenario.dtype == "float64" ? at::kDouble : at::kFloat;
   u_ = unit_roundoff(dtype) + unit_roundoff(at::kDouble);
 
-  const ErrorSums gradients = error_sums(trusted, float64, Quantity::gradient);
-  relative_error_ = relative(gradients);
+  std::map<std::string, ErrorSums> sums;
+  ErrorSums pooled;
+  for (const TraceTensor& tensor : float64.tensors) {
+    if (tensor.quantity == Quantity::gradient) {
+      sums[tensor.name] =
+          error_sums(whole(trusted, Quantity::gradient, tensor.name), assemble(tensor));
+      pooled += sums[tensor.name];
+    }
+  }
+  const double relative_error = relative(pooled);
+  for (const auto& [name, own] : sums) {
+    gradient_errors_[name] =
+        error_bound(own, relative_error, trusted.find(Quantity::gradient, name)->magnitude);
+  }
 
   const double loss = mean_loss_of(float64);
   loss_ = kErrorFactor *
-              std::max(std::fabs(mean_loss_of(trusted) - loss), relative_error_ * std::fabs(loss)) +
+              std::max(std::fabs(mean_loss_of(trusted) - loss), relative_error * std::fabs(loss)) +
           kLossUlps * u_ * std::fabs(loss);
 
-  const double norm = std::sqrt(gradients.value_squares);
-  norm_ = kErrorFactor * std::sqrt(gradients.error_squares) + kNormUlps * u_ * norm;
+  const double norm = std::sqrt(pooled.value_squares);
+  norm_ = kErrorFactor * std::sqrt(pooled.error_squares) + kNormUlps * u_ * norm;
 
   if (scenario.max_norm > 0) {
     const auto factor = [&](double of_norm) {
@@ -324,26 +397,50 @@ StepBounds::StepBounds(const Scenario& scenario, const StepTrace& trusted, const
 }
 
 at::Tensor StepBounds::centre(Quantity quantity, const std::string& name) const {
-  return whole_float64(float64_, quantity, name);
+  return as_float64(whole(float64_, quantity, name));
 }
 
 at::Tensor StepBounds::begun(const std::string& name) const {
-  const auto found = start_.optimizer_state.find(name);
-  return found == start_.optimizer_state.end() ? at::Tensor() : as_float64(found->second);
+  const auto found = start_.parameters.find(name);
+  if (found == start_.parameters.end() ||
+      found->second.sizes() != whole(float64_, Quantity::parameter, name).sizes()) {
+    throw TraceError(fmt::format(
+        "the state before the step has no parameter \"{}\" of the float64 run's shape", name));
+  }
+  return found->second.contiguous();
+}
+
+at::Tensor StepBounds::begun(const std::string& kind, const std::string& name) const {
+  const at::Tensor weights = begun(name);
+  const auto found = start_.optimizer_state.find(kind + "/" + name);
+  if (found == start_.optimizer_state.end()) {
+    return torch::zeros_like(weights);
+  }
+  if (found->second.sizes() != weights.sizes()) {
+    throw TraceError(
+        fmt::format("the state before the step has \"{}/{}\" in another shape than "
+                    "the parameter",
+                    kind, name));
+  }
+  return found->second.contiguous();
 }
 
 at::Tensor StepBounds::allowed(Quantity quantity, const std::string& name) const {
+  const auto from_value = [&](const Affine& bound) {
+    const at::Tensor value = centre(quantity, name);
+    return elementwise(value, [&, x = values(value)](std::int64_t i) { return bound(x[i]); });
+  };
   switch (quantity) {
     case Quantity::mean_loss:
       return scalar(loss_);
     case Quantity::gradient:
-      return gradient(name);
+      return from_value(gradient(name));
     case Quantity::total_norm:
       return scalar(norm_);
     case Quantity::clipped_gradient:
-      return clipped_gradient(name);
+      return from_value(clipped_gradient(name));
     case Quantity::parameter:
-      return parameter(name);
+      return scenario_.optimizer.kind == "sgd" ? sgd_parameter(name) : adamw_parameter(name);
     case Quantity::optimizer_state: {
       const std::size_t slash = name.find('/');
       if (slash == std::string::npos) {
@@ -358,110 +455,89 @@ at::Tensor StepBounds::allowed(Quantity quantity, const std::string& name) const
   throw TraceError(fmt::format("no bound is known for {} \"{}\"", to_string(quantity), name));
 }
 
-at::Tensor StepBounds::gradient(const std::string& name) const {
-  const TraceTensor* trusted = trusted_.find(Quantity::gradient, name);
-  if (trusted == nullptr) {
-    throw TraceError(fmt::format("the trusted run has no gradient of \"{}\"", name));
+StepBounds::Affine StepBounds::gradient(const std::string& name) const {
+  const auto found = gradient_errors_.find(name);
+  if (found == gradient_errors_.end()) {
+    throw TraceError(fmt::format("the float64 run has no gradient of \"{}\"", name));
   }
-  return rounding_bound(assemble(*trusted), centre(Quantity::gradient, name), relative_error_,
-                        trusted->magnitude);
+  return {found->second, kGradientUlps * u_};
 }
 
-at::Tensor StepBounds::clipped_gradient(const std::string& name) const {
-  const at::Tensor gradient_value = centre(Quantity::gradient, name);
-  const at::Tensor gradient_error = gradient(name);
-  return elementwise(gradient_value, [&, g = values(gradient_value),
-                                      dg = values(gradient_error)](std::int64_t i) {
-    return clip_error_ * (std::fabs(g[i]) + dg[i]) + clip_ * dg[i] + u_ * std::fabs(clip_ * g[i]);
-  });
+// dc (|g| + dg) + c dg + u |c g|, written as a function of the clipped gradient c g.
+StepBounds::Affine StepBounds::clipped_gradient(const std::string& name) const {
+  const Affine unclipped = gradient(name);
+  const double reach = clip_ + clip_error_;
+  return {reach * unclipped.constant, (clip_error_ + reach * unclipped.slope) / clip_ + u_};
 }
 
 at::Tensor StepBounds::optimizer_state(const std::string& kind, const std::string& name) const {
   const OptimizerSpec& spec = scenario_.optimizer;
-  const at::Tensor gradient_value = centre(Quantity::clipped_gradient, name);
-  const at::Tensor gradient_error = clipped_gradient(name);
-  const auto* g = values(gradient_value);
-  const auto* dg = values(gradient_error);
-  const at::Tensor before = begun(kind + "/" + name);
-  const at::Tensor begun_value = before.defined() ? before : torch::zeros_like(gradient_value);
-  const auto* s = values(begun_value);
-
-  if (kind == "exp_avg") {
-    const double share = 1 - spec.beta1;
-    return elementwise(gradient_value, [&](std::int64_t i) {
-      return share * dg[i] +
-             4 * u_ * (spec.beta1 * std::fabs(s[i]) + share * (std::fabs(g[i]) + dg[i]));
-    });
-  }
-  if (kind == "exp_avg_sq") {
-    const double share = 1 - spec.beta2;
-    return elementwise(gradient_value, [&](std::int64_t i) {
-      const double largest = std::fabs(g[i]) + dg[i];
-      return share * (2 * std::fabs(g[i]) + dg[i]) * dg[i] +
-             6 * u_ * (spec.beta2 * s[i] + share * largest * largest);
-    });
-  }
-  if (kind == "momentum_buffer") {
-    const at::Tensor weights = as_float64(start_.parameters.at(name));
-    return elementwise(gradient_value, [&, p = values(weights)](std::int64_t i) {
-      return dg[i] + 4 * u_ *
-                         (std::fabs(spec.momentum * s[i]) + std::fabs(g[i]) + dg[i] +
-                          std::fabs(spec.weight_decay * p[i]));
-    });
-  }
-  throw TraceError(fmt::format("no bound is known for optimizer state \"{}/{}\"", kind, name));
+  const at::Tensor gradients = centre(Quantity::clipped_gradient, name);
+  const at::Tensor before = begun(kind, name);
+  const auto* g = values(gradients);
+  const Affine error = clipped_gradient(name);
+  return with_values(before, [&](const auto* s) {
+    if (kind == "exp_avg") {
+      const double share = 1 - spec.beta1;
+      return elementwise(gradients, [&](std::int64_t i) {
+        const double dg = error(g[i]);
+        return share * dg +
+               4 * u_ * (spec.beta1 * std::fabs(s[i]) + share * (std::fabs(g[i]) + dg));
+      });
+    }
+    if (kind == "exp_avg_sq") {
+      const double share = 1 - spec.beta2;
+      return elementwise(gradients, [&](std::int64_t i) {
+        const double dg = error(g[i]);
+        const double largest = std::fabs(g[i]) + dg;
+        return share * (2 * std::fabs(g[i]) + dg) * dg +
+               6 * u_ * (spec.beta2 * s[i] + share * largest * largest);
+      });
+    }
+    if (kind == "momentum_buffer") {
+      const at::Tensor weights = as_float64(begun(name));
+      return elementwise(gradients, [&, p = values(weights)](std::int64_t i) {
+        const double dg = error(g[i]);
+        return dg + 4 * u_ *
+                        (std::fabs(spec.momentum * s[i]) + std::fabs(g[i]) + dg +
+                         std::fabs(spec.weight_decay * p[i]));
+      });
+    }
+    throw TraceError(fmt::format("no bound is known for optimizer state \"{}/{}\"", kind, name));
+  });
 }
 
-at::Tensor StepBounds::parameter(const std::string& name) const {
-  const OptimizerSpec& spec = scenario_.optimizer;
-  const auto start = start_.parameters.find(name);
-  if (start == start_.parameters.end()) {
-    throw TraceError(fmt::format("the state before the step has no parameter \"{}\"", name));
-  }
-  const at::Tensor weights = as_float64(start->second);
-  const auto* p = values(weights);
-
-  if (spec.kind == "sgd") {
-    // Without momentum the buffer is the decayed gradient, which has the same bound.
-    const at::Tensor buffer_error = optimizer_state("momentum_buffer", name);
-    const at::Tensor after = centre(Quantity::parameter, name);
-    return elementwise(weights, [&, q = values(after), db = values(buffer_error)](std::int64_t i) {
+at::Tensor StepBounds::sgd_parameter(const std::string& name) const {
+  const double lr = scenario_.optimizer.lr;
+  const at::Tensor before = begun(name);
+  const at::Tensor after = centre(Quantity::parameter, name);
+  // Without momentum the buffer is the decayed gradient, which has the same bound.
+  const at::Tensor buffer_error = optimizer_state("momentum_buffer", name);
+  return with_values(before, [&](const auto* p) {
+    return elementwise(after, [&, q = values(after), db = values(buffer_error)](std::int64_t i) {
       const double update = std::fabs(q[i] - p[i]);
-      return spec.lr * db[i] + u_ * (2 * std::max(std::fabs(p[i]), std::fabs(q[i])) + 4 * update);
+      const double largest = std::max(std::fabs(static_cast<double>(p[i])), std::fabs(q[i]));
+      return lr * db[i] + u_ * (2 * largest + 4 * update);
     });
-  }
+  });
+}
 
-  const at::Tensor gradient_value = centre(Quantity::clipped_gradient, name);
-  const at::Tensor gradient_error = clipped_gradient(name);
-  const at::Tensor first = begun("exp_avg/" + name);
-  const at::Tensor second = begun("exp_avg_sq/" + name);
-  const at::Tensor first_moment = first.defined() ? first : torch::zeros_like(weights);
-  const at::Tensor second_moment = second.defined() ? second : torch::zeros_like(weights);
-  const AdamwUpdate update(spec, start_.steps_done + 1);
-  return elementwise(
-      weights, [&, g = values(gradient_value), dg = values(gradient_error),
-                m = values(first_moment), v = values(second_moment)](std::int64_t i) {
-        const double low = g[i] - dg[i];
-        const double high = g[i] + dg[i];
-        const double at_centre = update(m[i], v[i], g[i]);
-        const double at_low = update(m[i], v[i], low);
-        const double at_high = update(m[i], v[i], high);
-        double range = std::max(std::fabs(at_low - at_centre), std::fabs(at_high - at_centre));
-        const double turn = update.turning_point(m[i], v[i]);
-        if (turn > low && turn < high) {
-          range = std::max(range, std::fabs(update(m[i], v[i], turn) - at_centre));
-        }
-        double smallest = std::min(std::fabs(low), std::fabs(high));
-        if (low < 0 && high > 0) {
-          range = std::max(range, std::fabs(update(m[i], v[i], 0) - at_centre));
-          smallest = 0;
-        }
-        const double terms =
-            spec.beta1 * std::fabs(m[i]) + (1 - spec.beta1) * (std::fabs(g[i]) + dg[i]);
-        const double largest_update = std::fabs(at_centre) + range;
-        return range + u_ * (4 * std::fabs(p[i]) + 14 * largest_update +
-                             4 * update.step_size * terms / update.denominator(v[i], smallest));
+at::Tensor StepBounds::adamw_parameter(const std::string& name) const {
+  const AdamwUpdate update(scenario_.optimizer, start_.steps_done + 1);
+  const Affine error = clipped_gradient(name);
+  const at::Tensor gradients = centre(Quantity::clipped_gradient, name);
+  const at::Tensor before = begun(name);
+  const at::Tensor first_moment = begun("exp_avg", name);
+  const at::Tensor second_moment = begun("exp_avg_sq", name);
+  return with_values(before, [&](const auto* p) {
+    return with_values(first_moment, [&](const auto* m) {
+      return with_values(second_moment, [&](const auto* v) {
+        return elementwise(gradients, [&, g = values(gradients)](std::int64_t i) {
+          return 4 * u_ * std::fabs(p[i]) + update.bound(m[i], v[i], g[i], error(g[i]), u_);
+        });
       });
+    });
+  });
 }
 
 }  // namespace shardproof

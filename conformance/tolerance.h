@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
+#include <map>
 #include <string>
 #include <string_view>
 
@@ -58,21 +60,30 @@ class StepBounds {
   at::Tensor allowed(Quantity quantity, const std::string& name) const;
 
  private:
-  at::Tensor gradient(const std::string& name) const;
-  at::Tensor clipped_gradient(const std::string& name) const;
+  /// A bound of the form constant + slope |value|.
+  struct Affine {
+    double constant = 0;
+    double slope = 0;
+    double operator()(double value) const { return constant + slope * std::fabs(value); }
+  };
+
+  Affine gradient(const std::string& name) const;
+  Affine clipped_gradient(const std::string& name) const;
   at::Tensor optimizer_state(const std::string& kind, const std::string& name) const;
-  at::Tensor parameter(const std::string& name) const;
-  /// A tensor of the float64 run, whole and in float64.
+  at::Tensor sgd_parameter(const std::string& name) const;
+  at::Tensor adamw_parameter(const std::string& name) const;
+  /// A tensor of the float64 run, whole.
   at::Tensor centre(Quantity quantity, const std::string& name) const;
-  /// The part of the optimizer's state that the step began with; undefined if it was empty.
+  /// The parameter that the step began with, and a part of the optimizer's state: zeros if it was
+  /// empty.
   at::Tensor begun(const std::string& name) const;
+  at::Tensor begun(const std::string& kind, const std::string& name) const;
 
   const Scenario& scenario_;
-  const StepTrace& trusted_;
   const StepTrace& float64_;
   const TrainingState& start_;
-  double u_ = 0;               // of the two evaluations that are compared, together
-  double relative_error_ = 0;  // of the gradients
+  double u_ = 0;  // of the two evaluations that are compared, together
+  std::map<std::string, double> gradient_errors_;  // K times the error of each tensor
   double loss_ = 0;
   double norm_ = 0;
   double clip_ = 1;        // the factor of the float64 run

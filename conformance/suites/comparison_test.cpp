@@ -388,11 +388,15 @@ TEST(Comparison, ATransposedTensorIsRecognisedAsAPermutation) {
 }
 
 TEST(Comparison, ConstantsAndZerosAreNotTakenForAShift) {
-  const at::Tensor values = torch::zeros({12});
+  // A shard of zeros where ones are wanted: there are zeros elsewhere, but they did not come from
+  // there.
+  at::Tensor values = torch::zeros({12});
+  values.slice(0, 4, 8).fill_(1);
   TraceTensor got = sharded(Quantity::gradient, "w", values, {4, 4, 4});
-  got.pieces[1].values.fill_(1);
+  got.pieces[1].values.zero_();
   const Verdict verdict = compare_one(got, single(Quantity::gradient, "w", values));
   EXPECT_EQ(verdict.outcome, Outcome::failed);
+  EXPECT_EQ(verdict.differing, 4);
   EXPECT_EQ(verdict.message, "");
 }
 
@@ -612,6 +616,30 @@ TEST_P(Bounds, CatchASumInsteadOfAMean) {
                 [&](at::Tensor& values) { values.mul_(ranks); });
 }
 
+TEST_P(Bounds, CatchAnOptimizerThatIsOffByOneThousandth) {
+  References references(scenario());
+  for (int step = 0; step < 2; ++step) {
+    references.step();
+    expect_caught(references, Quantity::optimizer_state,
+                  [](at::Tensor& values) { values.mul_(1.001); });
+    for (const TraceTensor& tensor : references.replay.tensors) {
+      if (tensor.quantity == Quantity::parameter) {
+        const at::Tensor before = references.start.parameters.at(tensor.name);
+        const at::Tensor moved = before + (tensor.pieces[0].values - before) * 1.001;
+        StepTrace damaged = references.replay;
+        for (TraceTensor& target : damaged.tensors) {
+          if (target.quantity == Quantity::parameter && target.name == tensor.name) {
+            target.pieces[0].values = moved;
+          }
+        }
+        for (const char* reference : {"whole", "float64"}) {
+          EXPECT_EQ(failures(references.compare(damaged, reference)), 1) << tensor.name;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(Bounds, CatchOneRanksDataLeftOut) {
   // The gradient of ranks 0 and 1 alone, which is what a run of two ranks computes.
   References references(scenario());
@@ -761,6 +789,34 @@ TEST(BoundedComparison, FindsTheWorstElementOfAShard) {
   EXPECT_GT(first->allowed, 0);
   EXPECT_NEAR(first->worst_ratio, 1 / first->allowed, 0.01 / first->allowed);
   EXPECT_GT(first->ulp, 1000U);
+}
+
+TEST(BoundedComparison, AllowsAReferenceItsOwnDistanceFromFloat64OnTop) {
+  References references(bounded_scenario("sgd", "float32", 0));
+  references.step();
+  const std::string name = "layers.0.linear.weight";
+  StepTrace damaged = references.replay;
+  for (TraceTensor& tensor : damaged.tensors) {
+    if (tensor.quantity == Quantity::gradient && tensor.name == name) {
+      tensor.pieces[0].values = tensor.pieces[0].values.clone();
+      tensor.pieces[0].values[3][4] += 1.0;
+    }
+  }
+  const auto element = [&](const StepTrace& trace) {
+    return trace.find(Quantity::gradient, name)
+        ->pieces[0]
+        .values[3][4]
+        .to(at::kDouble)
+        .item<double>();
+  };
+  const double own = std::fabs(element(references.whole) - element(references.float64));
+  ASSERT_GT(own, 0);
+  const std::vector<Verdict> by_whole = references.compare(damaged, "whole");
+  const std::vector<Verdict> by_float64 = references.compare(damaged, "float64");
+  ASSERT_NE(first_divergence(by_whole), nullptr);
+  ASSERT_NE(first_divergence(by_float64), nullptr);
+  const double more = first_divergence(by_whole)->allowed - first_divergence(by_float64)->allowed;
+  EXPECT_NEAR(more, own, 1e-9 * own);
 }
 
 TEST(BoundedComparison, WithoutTheRunsThatTheBoundIsMadeOfIsACallersMistake) {
@@ -922,9 +978,12 @@ TEST(TrainingGuards, NoticeTwoRanksWithTheSameData) {
 }
 
 TEST(TrainingGuards, AcceptLossesThatAgreeOnceByChance) {
-  std::vector<StepTrace> steps = sound_run();
-  tensor_of(steps[0], Quantity::loss).pieces[2].values.fill_(5.0);
-  EXPECT_EQ(named(guard_verdicts(steps), "ranks_had_different_data").outcome, Outcome::passed);
+  for (const std::size_t step : {0, 1}) {
+    std::vector<StepTrace> steps = sound_run();
+    const TraceTensor& losses = tensor_of(steps[step], Quantity::loss);
+    losses.pieces[2].values.copy_(losses.pieces[0].values);
+    EXPECT_EQ(named(guard_verdicts(steps), "ranks_had_different_data").outcome, Outcome::passed);
+  }
 }
 
 TEST(TrainingGuards, NoticeOneCopyThatStandsForAllRanks) {

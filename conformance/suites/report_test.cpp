@@ -254,7 +254,7 @@ TEST(Summary, HasOneRowForEachReferenceAndQuantity) {
   Verdict loss = passed_verdict();
   loss.quantity = Quantity::loss;
   const std::vector<SummaryRow> rows = summarise(
-      {passed_verdict(), second, bounded_verdict(), loss, guard_verdict(Outcome::failed)});
+      {second, passed_verdict(), bounded_verdict(), loss, guard_verdict(Outcome::failed)});
   ASSERT_EQ(rows.size(), 3U) << "guards have no row";
   EXPECT_EQ(rows[0].quantity, "loss") << "quantities in the order of a step";
   EXPECT_EQ(rows[1].reference, "replay");
