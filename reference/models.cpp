@@ -15,6 +15,16 @@ torch::Dtype dtype_of(const Scenario& scenario) {
   return scenario.dtype == "float64" ? torch::kFloat64 : torch::kFloat32;
 }
 
+/// A linear layer as PyTorch's torch.nn.Linear computes it. torch::nn::Linear adds the bias after
+/// the product for inputs of three and more dimensions, which rounds otherwise.
+class LinearImpl : public torch::nn::LinearImpl {
+ public:
+  using torch::nn::LinearImpl::LinearImpl;
+
+  torch::Tensor forward(const torch::Tensor& input) { return at::linear(input, weight, bias); }
+};
+TORCH_MODULE(Linear);
+
 // ---------------------------------------------------------------------------------------------
 // Multi-layer perceptron
 
@@ -22,7 +32,7 @@ torch::Dtype dtype_of(const Scenario& scenario) {
 class MlpLayerImpl : public fsdp::Module<MlpLayerImpl> {
  public:
   MlpLayerImpl(std::int64_t inputs, std::int64_t outputs, bool is_last, double dropout)
-      : linear_(register_module("linear", torch::nn::Linear(inputs, outputs))),
+      : linear_(register_module("linear", Linear(inputs, outputs))),
         dropout_(register_module("dropout", fsdp::Dropout(dropout))),
         is_last_(is_last) {}
 
@@ -32,7 +42,7 @@ class MlpLayerImpl : public fsdp::Module<MlpLayerImpl> {
   }
 
  private:
-  torch::nn::Linear linear_;
+  Linear linear_;
   fsdp::Dropout dropout_;
   bool is_last_;
 };
@@ -80,8 +90,8 @@ class MlpImpl : public ModelImpl {
 class AttentionImpl : public fsdp::Module<AttentionImpl> {
  public:
   AttentionImpl(std::int64_t width, std::int64_t heads, double dropout)
-      : qkv_(register_module("qkv", torch::nn::Linear(width, 3 * width))),
-        output_(register_module("output", torch::nn::Linear(width, width))),
+      : qkv_(register_module("qkv", Linear(width, 3 * width))),
+        output_(register_module("output", Linear(width, width))),
         dropout_(register_module("dropout", fsdp::Dropout(dropout))),
         heads_(heads) {}
 
@@ -104,8 +114,8 @@ class AttentionImpl : public fsdp::Module<AttentionImpl> {
   }
 
  private:
-  torch::nn::Linear qkv_;
-  torch::nn::Linear output_;
+  Linear qkv_;
+  Linear output_;
   fsdp::Dropout dropout_;
   std::int64_t heads_;
 };
@@ -114,14 +124,14 @@ FSDP_MODULE(Attention);
 class FeedForwardImpl : public fsdp::Module<FeedForwardImpl> {
  public:
   explicit FeedForwardImpl(std::int64_t width)
-      : up_(register_module("up", torch::nn::Linear(width, 4 * width))),
-        down_(register_module("down", torch::nn::Linear(4 * width, width))) {}
+      : up_(register_module("up", Linear(width, 4 * width))),
+        down_(register_module("down", Linear(4 * width, width))) {}
 
   torch::Tensor forward(const torch::Tensor& input) { return down_(torch::gelu(up_(input))); }
 
  private:
-  torch::nn::Linear up_;
-  torch::nn::Linear down_;
+  Linear up_;
+  Linear down_;
 };
 FSDP_MODULE(FeedForward);
 
@@ -167,8 +177,7 @@ class TransformerImpl : public ModelImpl {
     }
     norm_ = register_module("norm", layer_norm(spec.width));
     head_ = register_module(
-        "head",
-        torch::nn::Linear(torch::nn::LinearOptions(spec.width, spec.vocabulary).bias(false)));
+        "head", Linear(torch::nn::LinearOptions(spec.width, spec.vocabulary).bias(false)));
   }
 
   torch::Tensor forward(const torch::Tensor& input) override {
@@ -198,7 +207,7 @@ class TransformerImpl : public ModelImpl {
   fsdp::Dropout dropout_;
   std::vector<Block> blocks_;
   torch::nn::LayerNorm norm_{nullptr};
-  torch::nn::Linear head_{nullptr};
+  Linear head_{nullptr};
 };
 
 }  // namespace

@@ -134,8 +134,8 @@ Tensor no_dropout(const Tensor& x) {
 
 Tensor linear(const Tensors& weights, const std::string& name, const Tensor& x) {
   const auto bias = weights.find(name + ".bias");
-  return torch::nn::functional::linear(x, weights.at(name + ".weight"),
-                                       bias == weights.end() ? Tensor() : bias->second);
+  return torch::linear(x, weights.at(name + ".weight"),
+                       bias == weights.end() ? Tensor() : bias->second);
 }
 
 Tensor norm(const Tensors& weights, const std::string& name, const Tensor& x) {

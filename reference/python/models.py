@@ -32,18 +32,6 @@ class Dropout(nn.Module):
         return x * mask
 
 
-class Linear(nn.Linear):
-    """nn.Linear as libtorch's C++ frontend computes it. For inputs of more than two dimensions it
-    adds the bias to the product, rounding between, where Python's torch.nn.functional.linear starts
-    the product's sums from the bias: equal numbers, but other roundings."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.bias is not None and input.dim() == 2:
-            return torch.addmm(self.bias, input, self.weight.t())
-        output = input.matmul(self.weight.t())
-        return output if self.bias is None else output.add_(self.bias)
-
-
 class Model(nn.Module):
     def layers_by_name(self) -> dict[str, nn.Module]:
         """The layers whose outputs are recorded, in execution order."""
@@ -61,7 +49,7 @@ class Model(nn.Module):
 class MlpLayer(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float, last: bool) -> None:
         super().__init__()
-        self.linear = Linear(inputs, outputs)
+        self.linear = nn.Linear(inputs, outputs)
         self.dropout = Dropout(dropout)
         self.last = last
 
@@ -95,9 +83,9 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.qkv = Linear(spec.width, 3 * spec.width)
+        self.qkv = nn.Linear(spec.width, 3 * spec.width)
         self.dropout = Dropout(spec.dropout)
-        self.output = Linear(spec.width, spec.width)
+        self.output = nn.Linear(spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, context, width = x.shape
@@ -116,8 +104,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = Linear(spec.width, 4 * spec.width)
-        self.down = Linear(4 * spec.width, spec.width)
+        self.up = nn.Linear(spec.width, 4 * spec.width)
+        self.down = nn.Linear(4 * spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -145,7 +133,7 @@ class Transformer(Model):
         self.dropout = Dropout(spec.dropout)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.width, eps=1e-5)
-        self.head = Linear(spec.width, spec.vocabulary, bias=False)
+        self.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)

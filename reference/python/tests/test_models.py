@@ -10,7 +10,7 @@ from conftest import small_scenario, weights_of
 from torch.nn import functional as F
 
 from data import Dataset
-from models import Linear, Model, make_model
+from models import Model, make_model
 
 
 def loaded(scenario) -> tuple[Model, dict[str, torch.Tensor]]:
@@ -174,19 +174,3 @@ def test_without_dropout_nothing_is_drawn():
     model.set_generator(generator)
     model(Dataset(scenario).batch(0, 0, 0)[0])
     assert torch.equal(generator.get_state(), before)
-
-
-@pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_is_linear(shape, bias):
-    layer = Linear(12, 7, bias=bias).double()
-    x = torch.randn(shape, dtype=torch.float64)
-    expected = F.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
-
-
-def test_linear_adds_its_bias_after_the_product_if_there_are_batches_of_rows():
-    layer, x = Linear(256, 768), torch.randn(4, 64, 256)
-    assert torch.equal(layer(x), x.matmul(layer.weight.t()) + layer.bias)
-    rows = x.flatten(0, 1)
-    assert torch.equal(layer(rows), torch.addmm(layer.bias, rows, layer.weight.t()))
