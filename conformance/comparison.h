@@ -2,7 +2,6 @@
 // Holds a subject's step to a reference's: pairs the tensors, reassembles shards, applies the rule,
 // and says where they differ. Knows nothing of FSDP.
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -40,22 +39,5 @@ std::vector<Verdict> compare_step(const Scenario& scenario, const StepTrace& sub
 /// The first failed verdict in execution order: the earliest step, then the order of quantities in
 /// a step, then the order in the trace. nullptr if none failed.
 const Verdict* first_divergence(const std::vector<Verdict>& verdicts);
-
-/// Guards: did the run train, and were the checks able to see anything? Fed with each step of the
-/// subject; the verdicts come at the end: losses are finite and moved; no parameter's gradient was
-/// zero in every step; parameters moved; clipping bit at least once if it was asked for; every rank
-/// had its own data (losses differ over ranks); no single copy stood for all ranks; every quantity
-/// was there at every step, and every step of the scenario.
-class TrainingGuards {
- public:
-  explicit TrainingGuards(const Scenario& scenario);
-  ~TrainingGuards();
-  void observe(const StepTrace& subject);
-  std::vector<Verdict> verdicts() const;
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
 
 }  // namespace shardproof

@@ -4,10 +4,12 @@
 
 #include <fsdp/observer.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "reference/scenario.h"
@@ -31,9 +33,14 @@ class StrikeLog {
     const std::lock_guard lock(mutex_);
     strikes_.push_back(std::move(strike));
   }
+  /// By step and rank, whichever rank's thread came first; those of a rank as they happened.
   std::vector<Strike> strikes() const {
     const std::lock_guard lock(mutex_);
-    return strikes_;
+    auto sorted = strikes_;
+    std::stable_sort(sorted.begin(), sorted.end(), [](const Strike& a, const Strike& b) {
+      return std::tie(a.step, a.rank) < std::tie(b.step, b.rank);
+    });
+    return sorted;
   }
 
  private:

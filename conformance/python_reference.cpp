@@ -25,7 +25,9 @@
 #include <utility>
 #include <vector>
 
+#include "conformance/cleanup.h"
 #include "conformance/trace_io.h"
+#include "reference/wording.h"
 
 #ifndef SHARDPROOF_PYTHON_REFERENCE
 #define SHARDPROOF_PYTHON_REFERENCE ""
@@ -109,10 +111,17 @@ class ScratchFolder {
     if (::mkdtemp(name.data()) == nullptr) {
       throw PythonReferenceError(
           fmt::format("the Python reference needs a folder for the files that are exchanged, and "
-                      "{} cannot be made: {}. Name another work folder, or set TMPDIR",
+                      "{} cannot be made: {}. Set TMPDIR to a folder that can be written",
                       name, errno_text(errno)));
     }
     path_ = name;
+    if (!is_utf8(name)) {
+      fs::remove(path_, ignored);
+      throw PythonReferenceError(
+          fmt::format("the Python reference is told paths in UTF-8, and {} is none. Set TMPDIR to "
+                      "another folder",
+                      name));
+    }
   }
   ~ScratchFolder() {
     std::error_code ignored;
@@ -177,6 +186,7 @@ class Child {
 
  private:
   ::pid_t pid_ = -1;
+  std::optional<Leftover> leftover_;
   std::optional<int> status_;
   FileDescriptor orders_;  // a socket, because only a socket can be written without risking SIGPIPE
   FileDescriptor answers_;
@@ -252,6 +262,7 @@ Child::Child(const std::vector<std::string>& command, const fs::path& stderr_fil
   environment.push_back(nullptr);
 
   const ::pid_t parent = ::getpid();
+  auto whole = uninterrupted();
   pid_ = ::fork();
   if (pid_ == 0) {
     become(arguments.data(), environment.data(), child_in.get(), out.write.get(), err.get(), parent,
@@ -261,6 +272,8 @@ Child::Child(const std::vector<std::string>& command, const fs::path& stderr_fil
     cannot_start("fork", errno);
   }
   ::setpgid(pid_, pid_);  // whichever of the two processes comes first
+  leftover_.emplace(pid_);
+  whole.unlock();
   answers_ = std::move(out.read);
   out.write.close();
   failure.write.close();
@@ -343,6 +356,7 @@ void Child::kill() noexcept {
   }
   // The group outlives its first process if that left children behind.
   ::kill(-pid_, SIGKILL);
+  leftover_.reset();
   if (!status_) {
     ::kill(pid_, SIGKILL);
     int status = 0;
@@ -389,6 +403,8 @@ struct PythonReference::Impl {
   StepTrace take_step(const json& answer, int step);
   /// Ends the program and throws.
   [[noreturn]] void fail(const std::string& seen, std::string_view wanted, std::string_view cure);
+  /// The same where the interpreter is to blame.
+  [[noreturn]] void refuse_python(const std::string& seen);
   void require_running() const;
 
   Options options;
@@ -412,10 +428,11 @@ PythonReference::Options with_defaults(PythonReference::Options options) {
   return options;
 }
 
-constexpr std::string_view kCurePython =
-    "Set SHARDPROOF_PYTHON to a Python that has torch, numpy and safetensors";
 constexpr std::string_view kCureProgram =
-    "Set SHARDPROOF_PYTHON_REFERENCE to reference/python/reference.py";
+    "If the sources were moved since this was built, set SHARDPROOF_PYTHON_REFERENCE to their "
+    "reference/python/reference.py";
+constexpr std::string_view kCureSpace = "Free some space, or set TMPDIR to another folder";
+constexpr std::string_view kCureTime = "Allow more time (--timeout), or see what it waits for";
 constexpr std::string_view kCureStderr =
     "What it wrote to stderr says why; run the command by hand to see it again";
 
@@ -447,9 +464,8 @@ PythonReference::Impl::Impl(const Scenario& scenario,
   }
   const auto python = find_executable(options.python);
   if (!python) {
-    fail(fmt::format("there is no program {}{}", options.python.string(),
-                     options.python.has_parent_path() ? "" : " in PATH"),
-         "a Python interpreter", kCurePython);
+    refuse_python(fmt::format("there is no program {}{}", options.python.string(),
+                              options.python.has_parent_path() ? "" : " in PATH"));
   }
   command.front() = python->string();
 
@@ -463,13 +479,12 @@ PythonReference::Impl::Impl(const Scenario& scenario,
     }
   } catch (const FileError& error) {
     fail(fmt::format("its input could not be written: {}", error.what()), "room for the files",
-         "Free some space, or name another work folder");
+         kCureSpace);
   }
   try {
     child = std::make_unique<Child>(command, stderr_file);
   } catch (const PythonReferenceError& error) {
-    fail(fmt::format("it could not be started: {}", error.what()), "a running program",
-         kCurePython);
+    refuse_python(fmt::format("{} could not be started: {}", options.python.string(), error.what()));
   }
 }
 
@@ -483,6 +498,16 @@ void PythonReference::Impl::fail(const std::string& seen, std::string_view wante
                   wanted, cure, fmt::join(command, " "),
                   written.empty() ? "It wrote nothing to stderr."
                                   : fmt::format("The end of its stderr:\n{}", written)));
+}
+
+void PythonReference::Impl::refuse_python(const std::string& seen) {
+  child.reset();
+  ended = seen;
+  const auto written = last_lines(stderr_file, kStderrLines);
+  throw PythonUnusable(fmt::format(
+      "the Python reference cannot be run: {}; wanted: a Python that has torch {}, numpy and "
+      "safetensors. Name one with --python or SHARDPROOF_PYTHON, or go without with --no-python{}",
+      seen, torch_version(), written.empty() ? "" : ".\nThe end of its stderr:\n" + written));
 }
 
 void PythonReference::Impl::require_running() const {
@@ -501,7 +526,7 @@ json PythonReference::Impl::await_answer(std::string_view wanted) {
     case Child::Received::timeout:
       try {
         fail(fmt::format("no answer within {} s", options.timeout.count()), wanted,
-             "Allow more time, or see what it waits for");
+             kCureTime);
       } catch (const PythonReferenceError& error) {
         throw PythonReferenceTimeout(error.what());
       }
@@ -513,15 +538,28 @@ json PythonReference::Impl::await_answer(std::string_view wanted) {
       const auto how = status ? describe_end(*status) : "it closed its stdout";
       const auto rest =
           line.empty() ? "" : fmt::format(" in the middle of a line: {}", shown(line));
+      if (!started && status && WIFEXITED(*status)) {
+        refuse_python(fmt::format("{} exited with code {} without an answer{}",
+                                  options.python.string(), WEXITSTATUS(*status), rest));
+      }
       fail(fmt::format("{} without an answer{}", how, rest), wanted, kCureStderr);
     }
   }
   const json answer = json::parse(line, nullptr, /*allow_exceptions=*/false);
   if (!answer.is_object()) {
+    if (!started) {
+      refuse_python(fmt::format("{} answered {}, where nothing but JSON may go to its stdout",
+                                options.python.string(), shown(line)));
+    }
     fail(fmt::format("it answered {}", shown(line)), wanted,
          "Only JSON may go to its stdout; whatever else it prints must go to stderr");
   }
   if (const auto error = answer.find("error"); error != answer.end()) {
+    if (answer.value("unusable_python", json()) == json(true)) {
+      child.reset();
+      ended = sentence_of(*error);
+      throw PythonUnusable("the Python reference cannot be run: " + ended);
+    }
     fail(sentence_of(*error), wanted, "Put right what it complains of");
   }
   return answer;
@@ -537,9 +575,9 @@ void PythonReference::Impl::await_start() {
     fail(fmt::format("it answered {}", shown(answer.dump())), wanted, kCureProgram);
   }
   if (!torch->get<std::string>().starts_with(torch_version() + ".")) {
-    fail(fmt::format("it runs torch {}", torch->get<std::string>()),
-         fmt::format("torch {}, as here, because the bits depend on its kernels", torch_version()),
-         kCurePython);
+    refuse_python(fmt::format("{} has torch {} and not that of this program, on whose kernels the "
+                              "bits depend",
+                              options.python.string(), torch->get<std::string>()));
   }
   started = true;
 }
@@ -562,7 +600,7 @@ StepTrace PythonReference::Impl::step(int step, const TrainingState* state) {
       write_state(state_file, *state);
     } catch (const FileError& error) {
       fail(fmt::format("the state for step {} could not be written: {}", step, error.what()),
-           "room for the files", "Free some space, or name another work folder");
+           "room for the files", kCureSpace);
     }
     order["state"] = state_file.string();
   }
@@ -620,7 +658,7 @@ void PythonReference::Impl::finish() {
   const auto status = child->wait(deadline);
   if (!status) {
     fail(fmt::format("it did not end within {} s", options.timeout.count()), wanted,
-         "Allow more time, or see what it waits for");
+         kCureTime);
   }
   if (*status != 0) {
     fail(describe_end(*status), wanted, kCureStderr);

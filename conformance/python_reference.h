@@ -22,6 +22,12 @@ struct PythonReferenceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// What is named as the interpreter is none that can be used: it is not there, cannot be started,
+/// lacks a package, or does not answer as the program would.
+struct PythonUnusable : PythonReferenceError {
+  using PythonReferenceError::PythonReferenceError;
+};
+
 /// It gave no answer in time.
 struct PythonReferenceTimeout : PythonReferenceError {
   using PythonReferenceError::PythonReferenceError;

@@ -189,6 +189,19 @@ json row_json(const SummaryRow& row) {
           {"failed", row.failed}};
 }
 
+json strikes_json(const std::vector<Strike>& strikes) {
+  json first;
+  if (!strikes.empty()) {
+    const Strike& strike = strikes.front();
+    first = {{"step", strike.step},
+             {"rank", strike.rank},
+             {"quantity", to_string(strike.quantity)},
+             {"name", strike.name},
+             {"element", strike.element}};
+  }
+  return {{"count", strikes.size()}, {"first", std::move(first)}};
+}
+
 json summary_json(const RunSummary& summary) {
   json rows = json::array();
   for (const SummaryRow& row : summary.rows) {
@@ -202,6 +215,7 @@ json summary_json(const RunSummary& summary) {
           {"name", dotted_name(summary.scenario)},
           {"scenario", to_json(summary.scenario)},
           {"fault", summary.fault},
+          {"strikes", strikes_json(summary.strikes)},
           {"outcome", to_string(summary.outcome)},
           {"seconds", number(summary.seconds)},
           {"rows", std::move(rows)},
@@ -341,9 +355,24 @@ void print_table(std::ostream& out, const RunSummary& summary) {
   out << '\n' << last_line(summary) << '\n';
 }
 
+std::string describe_strikes(const RunSummary& summary) {
+  const std::size_t count = summary.strikes.size();
+  std::string text =
+      fmt::format("{} struck {} time{}", summary.fault, count, count == 1 ? "" : "s");
+  if (count > 0) {
+    const Strike& first = summary.strikes.front();
+    text += fmt::format("; first at step {}, rank {}: {}", first.step, first.rank,
+                        to_string(first.quantity));
+    text += first.name.empty() ? "" : " " + first.name;
+    text += first.element < 0 ? "" : fmt::format(", element {}", first.element);
+  }
+  return text;
+}
+
 ReportWriter::ReportWriter(fs::path folder)
     : folder_(plain_path(folder)), partial_(hidden_beside(folder_, "partial")) {
   check_replaceable(folder_);
+  const auto whole = uninterrupted();
   std::error_code error;
   fs::remove_all(partial_, error);
   fs::create_directories(partial_, error);
@@ -355,6 +384,7 @@ ReportWriter::ReportWriter(fs::path folder)
     fs::remove_all(partial_, error);
     fail(folder_, "cannot be written");
   }
+  leftover_.emplace(partial_, "no report was written");
 }
 
 ReportWriter::~ReportWriter() {
@@ -397,7 +427,9 @@ void ReportWriter::finish(const RunSummary& summary) {
   write_file(partial_ / "report.html", {html});
   write_file(partial_ / "summary.json", {text});
   check_replaceable(folder_);
+  const auto whole = uninterrupted();
   replace_folder(partial_, folder_);
+  leftover_.reset();
   finished_ = true;
 }
 

@@ -7,10 +7,12 @@
 #include <iosfwd>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "conformance/cleanup.h"
 #include "conformance/fault.h"
 #include "conformance/verdict.h"
 #include "reference/scenario.h"
@@ -32,7 +34,7 @@ struct SummaryRow {
 struct RunSummary {
   Scenario scenario;
   std::string fault;            // "" for none
-  std::vector<Strike> strikes;  // where the fault struck
+  std::vector<Strike> strikes;  // where the fault struck, by step and rank
   double seconds = 0;
   std::vector<SummaryRow> rows;
   std::vector<Verdict> guards;
@@ -47,6 +49,10 @@ std::vector<SummaryRow> summarise(const std::vector<Verdict>& verdicts);
 
 /// The table, with the first divergence below it when there is one.
 void print_table(std::ostream& out, const RunSummary& summary);
+
+/// How often the planted fault struck and where first: "flipped_bit struck 1 time; first at step 2,
+/// rank 1: gradient blocks.0.mlp.up.weight, element 12240".
+std::string describe_strikes(const RunSummary& summary);
 
 /// One cell of the strip that shows how a run went: the worst of a quantity at a step.
 struct StepCell {
@@ -68,7 +74,7 @@ std::string render_html(const RunSummary& summary, const std::vector<StepCell>& 
 std::string spell_value(double value);
 
 /// A folder of results. Everything is written into a hidden folder beside and renamed into place by
-/// finish(); an unfinished report leaves nothing behind. Throws FileError (trace_io.h) if the
+/// finish(); an unfinished report leaves nothing behind, not even if a signal ends the program. Throws FileError (trace_io.h) if the
 /// folder cannot be written.
 class ReportWriter {
  public:
@@ -82,6 +88,7 @@ class ReportWriter {
  private:
   std::filesystem::path folder_;
   std::filesystem::path partial_;
+  std::optional<Leftover> leftover_;
   std::ofstream results_;
   std::map<std::tuple<std::string, Quantity, int>, StepCell> cells_;
   bool finished_ = false;

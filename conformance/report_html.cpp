@@ -101,7 +101,7 @@ std::string heading(const RunSummary& summary) {
       fmt::format("<h1>{}</h1>\n<p><span class=\"outcome {}\">{}</span> in {:.1f} s",
                   escaped(dotted_name(summary.scenario)), outcome, outcome, summary.seconds);
   if (!summary.fault.empty()) {
-    text += fmt::format(", with the injected fault <code>{}</code>", escaped(summary.fault));
+    text += fmt::format("; planted: <code>{}</code>", escaped(describe_strikes(summary)));
   }
   return text + "</p>\n";
 }

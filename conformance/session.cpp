@@ -9,11 +9,13 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "conformance/cleanup.h"
 #include "conformance/comparison.h"
 #include "conformance/environment.h"
 #include "conformance/fsdp_subject.h"
 #include "conformance/python_reference.h"
 #include "conformance/trace_io.h"
+#include "conformance/training_guards.h"
 #include "reference/data.h"
 #include "reference/models.h"
 #include "reference/trainer.h"
@@ -31,12 +33,14 @@ class ScratchFolder {
       throw FileError(
           "there is no folder for temporary files; set TMPDIR to one that can be written");
     }
+    const auto whole = uninterrupted();
     if (mkdtemp(pattern.data()) == nullptr) {
       throw FileError(fmt::format(
           "cannot make a temporary folder like {}: {}; set TMPDIR to a folder that can be written",
           pattern, std::error_code(errno, std::generic_category()).message()));
     }
     path_ = pattern;
+    leftover_.emplace(path_);
   }
   ~ScratchFolder() {
     std::error_code ignored;
@@ -48,6 +52,7 @@ class ScratchFolder {
 
  private:
   std::filesystem::path path_;
+  std::optional<Leftover> leftover_;
 };
 
 /// The scenario with its corpus replaced by a copy, so that all programs and ranks train on the

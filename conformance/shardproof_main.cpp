@@ -2,9 +2,11 @@
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -13,6 +15,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "conformance/cleanup.h"
 #include "conformance/default_corpus.h"
 #include "conformance/environment.h"
 #include "conformance/exit_codes.h"
@@ -21,6 +24,7 @@
 #include "conformance/trace_io.h"
 #include "fault_injection/catalogue.h"
 #include "fsdp/errors.h"
+#include "reference/wording.h"
 
 namespace shardproof {
 namespace {
@@ -32,6 +36,9 @@ Examples:
   shardproof run --corpus book.txt --report out  your own text; results in out/
   shardproof run --fault flipped_bit             a planted fault: ends 1 and names the place
   shardproof run --scenario scenario.json        everything from a file; options change single fields
+
+Variables: SHARDPROOF_PYTHON, as --python; SHARDPROOF_PYTHON_REFERENCE, where reference/python/reference.py is if the
+sources were moved; TMPDIR, a folder for temporary files.
 
 Exit codes: 0 all checks held; 1 a check failed; 2 wrong usage or input; 70 the harness itself broke; 124 timed out.
 )";
@@ -49,6 +56,25 @@ struct RunArguments {
   bool quiet = false;
   int timeout = 300;
 };
+
+/// Refuses a text that is no number of the type, in our own words and before CLI11 sees it, which
+/// wraps -1 to the largest number and cuts what is too large.
+template <typename T>
+void refuse_other_than(CLI::Option* option) {
+  option->check([option](const std::string& text) {
+    T number{};
+    const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
+    if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size()) {
+      throw fsdp::UsageError(fmt::format(
+          "{} is {}; wanted: {} ({})", option->get_name(), text,
+          std::is_floating_point_v<T> ? "a number that a double can hold"
+          : std::is_signed_v<T>       ? "a whole number"
+                                      : "a whole number from 0 to 2^64 - 1",
+          option->get_description()));
+    }
+    return std::string();
+  });
+}
 
 /// Adds an option that changes one field of the scenario. What is given on the command line wins
 /// over --scenario, whichever comes first, so the changes are applied after the file is read.
@@ -69,8 +95,10 @@ class ScenarioOptions {
     if constexpr (!std::is_same_v<T, std::vector<std::int64_t>>) {
       option->capture_default_str();
     }
-    if constexpr (std::is_same_v<T, std::uint64_t>) {
-      option->check([](const std::string& text) { return whole_number(text); });
+    if constexpr (std::is_arithmetic_v<T>) {
+      refuse_other_than<T>(option);
+    } else if constexpr (std::is_same_v<T, std::vector<std::int64_t>>) {
+      refuse_other_than<std::int64_t>(option);
     }
     changes_.push_back([option, value, access](Scenario& scenario) {
       if (option->count() > 0) {
@@ -78,6 +106,8 @@ class ScenarioOptions {
       }
     });
   }
+  /// Whether --data is given.
+  bool names_data() const { return app_.count("--data") > 0; }
   void apply(Scenario& scenario) const {
     for (const auto& change : changes_) {
       change(scenario);
@@ -85,16 +115,6 @@ class ScenarioOptions {
   }
 
  private:
-  /// What is wrong with the text as a 64-bit number, or nothing. CLI11 by itself wraps -1 and cuts
-  /// what is too large.
-  static std::string whole_number(const std::string& text) {
-    std::uint64_t number = 0;
-    const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
-    return parsed.ec == std::errc() && parsed.ptr == text.data() + text.size()
-               ? std::string()
-               : fmt::format("{} is no whole number from 0 to 2^64 - 1", text);
-  }
-
   CLI::App& app_;
   Scenario defaults_;
   std::vector<std::function<void(Scenario&)>> changes_;
@@ -164,7 +184,8 @@ Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& optio
     scenario.data.corpus = expand_corpus(arguments.corpus);
   }
   // An mlp reads numbers, so text is only the default of the transformer.
-  if (scenario.model.kind == "mlp" && scenario.data.kind == "bytes" && arguments.corpus.empty()) {
+  if (scenario.model.kind == "mlp" && scenario.data.kind == "bytes" && arguments.corpus.empty() &&
+      !options.names_data()) {
     scenario.data.kind = "synthetic";
   }
   if (scenario.data.kind == "bytes" && scenario.data.corpus.empty()) {
@@ -182,24 +203,28 @@ void print_progress(int step, int steps, std::int64_t failed) {
 }
 
 int complain(int code, const std::string& message) {
+  const auto whole = uninterrupted();  // no word more once a signal ends the program
   std::cerr << "shardproof: " << message << "\n";
   return code;
 }
 
-void print_strikes(const RunSummary& summary) {
-  const auto& first = summary.strikes.front();
-  std::cout << fmt::format("planted: {} struck {} time{}; first at step {}, rank {}: {} {}{}\n",
-                           summary.fault, summary.strikes.size(),
-                           summary.strikes.size() == 1 ? "" : "s", first.step, first.rank,
-                           to_string(first.quantity), first.name,
-                           first.element < 0 ? "" : fmt::format(", element {}", first.element));
+void print_scenario(const Scenario& scenario) {
+  for (const auto& path : scenario.data.corpus) {
+    if (!is_utf8(path)) {
+      throw fsdp::UsageError(fmt::format(
+          "data.corpus has the file {}, whose name is not UTF-8; wanted: another name, because a "
+          "scenario is JSON",
+          path));
+    }
+  }
+  std::cout << to_json(scenario).dump(2) << "\n";
 }
 
 int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) {
   SessionOptions options;
   options.scenario = scenario_of(arguments, scenario_options);
   if (arguments.print_scenario) {
-    std::cout << to_json(options.scenario).dump(2) << "\n";
+    print_scenario(options.scenario);
     return kExitHeld;
   }
   if (!arguments.fault.empty()) {
@@ -228,7 +253,7 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   const auto summary = run_session(options);
   print_table(std::cout, summary);
   if (options.fault != nullptr) {
-    print_strikes(summary);
+    std::cout << "planted: " << describe_strikes(summary) << "\n";
   }
   if (!arguments.report.empty()) {
     std::cout << "report: " << (std::filesystem::path(arguments.report) / "report.html").string()
@@ -246,11 +271,73 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
 }
 
+/// The option that is likely to be meant, if any is.
+std::string nearest_option(const std::string& word, const CLI::App& app) {
+  std::string nearest;
+  const auto letters = word.size() - word.find_first_not_of('-');
+  auto least = std::clamp<std::size_t>(letters / 2, 1, 3);
+  for (const auto* option : app.get_options()) {
+    for (const auto& name : option->get_lnames()) {
+      if (const auto distance = edit_distance("--" + name, word); distance <= least) {
+        nearest = "--" + name;
+        least = distance;
+      }
+    }
+  }
+  return nearest;
+}
+
+/// What is wrong with arguments of a command that are none of its options.
+std::string describe_strangers(const std::vector<std::string>& strangers, const CLI::App& app) {
+  for (const auto& stranger : strangers) {
+    const auto name = stranger.substr(0, stranger.find('='));
+    if (name.find_first_not_of('-') != std::string::npos && name.starts_with("-")) {
+      const auto nearest = nearest_option(name, app);
+      return fmt::format("there is no option {}{}", name,
+                         nearest.empty() ? "" : fmt::format(", perhaps {} is meant", nearest));
+    }
+  }
+  return fmt::format("\"{}\" belongs to no option", strangers.front());
+}
+
+std::string describe_missing_command(const std::vector<std::string>& words) {
+  if (words.empty()) {
+    return "no command is given; wanted: shardproof run";
+  }
+  if (words.front().starts_with("-")) {
+    return fmt::format("{} stands where a command is wanted: shardproof run {} ...", words.front(),
+                       words.front());
+  }
+  return fmt::format("there is no command {}; wanted: shardproof run", words.front());
+}
+
+/// CLI11's complaint in our words.
+std::string describe(const CLI::ParseError& error, const CLI::App& app) {
+  const std::string complaint = error.what();
+  for (const auto* option : app.get_options()) {
+    const auto name = option->get_name();
+    if (option->get_items_expected_max() == 0) {
+      // Some versions name a flag without its dashes.
+      if (complaint.starts_with(name + " ") || complaint.starts_with(name.substr(2) + " ")) {
+        return name + " takes no value";
+      }
+    } else if (static_cast<int>(option->count()) > option->get_items_expected_max()) {
+      return fmt::format("--{} is given {} times; wanted: once",
+                         fmt::join(option->get_lnames(), " or --"), option->count());
+    } else if (complaint.starts_with(name + ":") && option->count() == 0) {
+      return fmt::format("{} has no value after it; wanted: a value ({})", name,
+                         option->get_description());
+    }
+  }
+  return complaint;
+}
+
 int command(int argc, char** argv) {
   CLI::App app("Proves that sharded training equals training on one device.", "shardproof");
   app.footer(kExamples);
   app.set_version_flag("--version", SHARDPROOF_VERSION);
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
+  app.allow_extras();  // and so do the commands; they are refused below, in our own words
   auto* run_command = app.add_subcommand(
       "run", "Train a scenario sharded and on one device, and compare every tensor of every step");
   run_command->footer(kExamples);
@@ -275,11 +362,15 @@ int command(int argc, char** argv) {
   run_command->add_flag("--print-scenario", arguments.print_scenario,
                         "print the scenario as JSON and stop");
   run_command->add_flag("--quiet", arguments.quiet, "no progress");
-  run_command
-      ->add_option("--timeout", arguments.timeout,
-                   "seconds that a collective or a step of the Python reference may take")
-      ->capture_default_str()
-      ->check(CLI::Range(1, 86400));
+  for (const char* flag : {"--no-python", "--free-running", "--print-scenario", "--quiet"}) {
+    run_command->get_option(flag)->disable_flag_override();  // --quiet=no
+  }
+  refuse_other_than<int>(
+      run_command
+          ->add_option("--timeout", arguments.timeout,
+                       "seconds that a collective or a step of the Python reference may take, 1 to "
+                       "86400")
+          ->capture_default_str());
   ScenarioOptions scenario_options(*run_command);
   add_scenario_options(scenario_options);
 
@@ -298,28 +389,31 @@ int command(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);
   } catch (const CLI::ParseError& error) {
-    std::cerr << "shardproof: " << error.what() << "; see shardproof "
-              << (run_command->parsed() ? "run --help" : "--help") << "\n";
-    return kExitUsage;
+    throw fsdp::UsageError(describe(error, *run_command) + "; see shardproof run --help");
+  }
+  if (!run_command->parsed() || !app.remaining().empty()) {
+    throw fsdp::UsageError(describe_missing_command(app.remaining()) + "; see shardproof --help");
+  }
+  if (const auto strangers = run_command->remaining(); !strangers.empty()) {
+    throw fsdp::UsageError(describe_strangers(strangers, *run_command) +
+                           "; see shardproof run --help");
+  }
+  if (arguments.timeout < 1 || arguments.timeout > 86400) {
+    throw fsdp::UsageError(
+        fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", arguments.timeout));
   }
   return run(arguments, scenario_options);
 }
 
-}  // namespace
-}  // namespace shardproof
-
-int main(int argc, char** argv) {
-  using namespace shardproof;
-  // Kernels split sums over threads, so the number of threads decides bits: one, for the subject
-  // and for every reference.
-  at::set_num_threads(1);
-  std::signal(SIGPIPE, SIG_IGN);
+int command_or_complaint(int argc, char** argv) {
   try {
     return command(argc, argv);
   } catch (const fsdp::TimeoutError& error) {
     return complain(kExitTimedOut, error.what());
   } catch (const PythonReferenceTimeout& error) {
     return complain(kExitTimedOut, error.what());
+  } catch (const PythonUnusable& error) {
+    return complain(kExitUsage, error.what());
   } catch (const fsdp::UsageError& error) {
     return complain(kExitUsage, error.what());
   } catch (const fsdp::NonFiniteError& error) {
@@ -329,4 +423,20 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     return complain(kExitBroken, error.what());
   }
+}
+
+}  // namespace
+}  // namespace shardproof
+
+int main(int argc, char** argv) {
+  // Before anything that may start a thread.
+  shardproof::clean_up_when_signalled();
+  // Kernels split sums over threads, so the number of threads decides bits: one, for the subject
+  // and for every reference.
+  at::set_num_threads(1);
+  std::signal(SIGPIPE, SIG_IGN);
+  const int code = shardproof::command_or_complaint(argc, argv);
+  // Waits for the end if a signal is just bringing it about.
+  const auto whole = shardproof::uninterrupted();
+  return code;
 }

@@ -19,6 +19,8 @@
 #include <tuple>
 #include <utility>
 
+#include "reference/wording.h"
+
 namespace shardproof {
 namespace {
 
@@ -69,8 +71,11 @@ json parse_json(const fs::path& path, std::string_view place, std::string_view t
   };
   try {
     return json::parse(text.begin(), text.end(), check);
-  } catch (const json::exception& error) {
-    fail(path, fmt::format("{}: not valid JSON: {}", place, error.what()));
+  } catch (const json::parse_error& error) {
+    fail(path, fmt::format("{}: not valid JSON at byte {}: {}", place, error.byte,
+                           json_reason(error)));
+  } catch (const json::exception& error) {  // a number that is too large; this error has no place
+    fail(path, fmt::format("{}: {}", place, json_reason(error)));
   }
 }
 
@@ -621,7 +626,7 @@ void write_safetensors(const fs::path& path, const SafetensorsFile& file) {
   try {
     text = header.dump();
   } catch (const json::exception& error) {
-    fail(path, fmt::format("a name or a metadata value is not UTF-8: {}", error.what()));
+    fail(path, fmt::format("a name or a metadata value is not UTF-8: {}", json_reason(error)));
   }
   text.resize((text.size() + 7) / 8 * 8, ' ');
   const std::uint64_t length = text.size();

@@ -94,6 +94,23 @@ json to_json(const Verdict& verdict) {
           {"message", verdict.message}};
 }
 
+std::string check_name(const Scenario& scenario, std::string_view area, std::string_view behaviour,
+                       std::string_view variant) {
+  std::string name = fmt::format("fsdp.{}.{}.{}.w{}.{}_{}{}{}", area, behaviour, scenario.dtype,
+                                 scenario.world_size, scenario.model.kind, scenario.optimizer.kind,
+                                 variant.empty() ? "" : "_", variant);
+  for (char& c : name) {
+    if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.')) {
+      c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : '_';
+    }
+  }
+  return name;
+}
+
+std::string holder_name(int rank) {
+  return rank == kNoRank ? std::string("the single device") : fmt::format("rank {}", rank);
+}
+
 std::string describe(const Verdict& verdict) {
   if (verdict.rule == RuleKind::guard) {
     return fmt::format("{} {}: {}", verdict.check, to_string(verdict.outcome), verdict.message);

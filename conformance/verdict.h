@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "reference/scenario.h"
 #include "reference/trace.h"
 
 namespace shardproof {
@@ -46,6 +48,13 @@ struct Verdict {
   double worst_ratio = 0;  // bounded: the largest |got - want| / allowed
   std::string message;     // for guards and malformed traces: a sentence
 };
+
+/// The dotted name of a check, fsdp.<area>.<behaviour>.<dtype>.w<world>.<model>_<optimizer>_<variant>.
+std::string check_name(const Scenario& scenario, std::string_view area, std::string_view behaviour,
+                       std::string_view variant);
+
+/// "rank 3", or "the single device" for kNoRank.
+std::string holder_name(int rank);
 
 /// One line of results.jsonl (conformance/results.schema.json). Non-finite numbers become strings
 /// "nan", "inf", "-inf".

@@ -18,6 +18,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "reference/wording.h"
+
 namespace shardproof {
 namespace {
 
@@ -185,6 +187,18 @@ void check(std::string_view path, const std::vector<std::string>& value, const A
 
 void check(std::string_view, std::uint64_t, const Anything&) {}
 
+std::string shown(const json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    return fmt::format("{}", value.get<double>());
+  }
+  constexpr std::size_t kLongest = 80;
+  auto text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+  if (text.size() > kLongest) {
+    text = text.substr(0, kLongest) + "...";
+  }
+  return text;
+}
+
 /// A field of another kind of model, data or optimizer must be left alone: a value that nobody
 /// reads would make two scenarios differ that train alike.
 void check_belongs(const Scenario& scenario) {
@@ -201,7 +215,7 @@ void check_belongs(const Scenario& scenario) {
     const auto object = std::string(object_of(stranger.path));
     const auto leaf = std::string(leaf_of(stranger.path));
     if (values[object][leaf] != usual[object][leaf]) {
-      refuse(stranger.path, values[object][leaf].dump(),
+      refuse(stranger.path, shown(values[object][leaf]),
              fmt::format("nothing, because only {}.kind \"{}\" has it and {}.kind is \"{}\"",
                          object, stranger.only_for, object, kind_of(scenario, stranger.path)));
     }
@@ -228,18 +242,6 @@ void check_together(const Scenario& scenario) {
 
 // ---------------------------------------------------------------------------------------------
 // JSON
-
-std::string shown(const json& value) {
-  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
-    return fmt::format("{}", value.get<double>());
-  }
-  constexpr std::size_t kLongest = 80;
-  auto text = value.dump(-1, ' ', false, json::error_handler_t::replace);
-  if (text.size() > kLongest) {
-    text = text.substr(0, kLongest) + "...";
-  }
-  return text;
-}
 
 template <typename T>
 void read_integer(std::string_view path, const json& value, T& into, std::int64_t least,
@@ -302,23 +304,6 @@ void read(std::string_view path, const json& value, std::vector<T>& into, const 
       read(element, value[i], into[i], limits);
     }
   }
-}
-
-/// The number of single-letter changes from one word to the other (Levenshtein).
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j < row.size(); ++j) {
-    row[j] = j;
-  }
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i);
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row.back();
 }
 
 std::vector<std::string> known_paths() {
@@ -390,9 +375,9 @@ const json* find_field(const json& root, std::string_view path) {
   return found == object->end() ? nullptr : &*found;
 }
 
-/// Sees the keys of a JSON text as they are parsed and throws at one that an object has twice, of
+/// Sees the keys of a JSON text as they are parsed, remembers the last one, and throws at one that an object has twice, of
 /// which the parser would silently keep the last.
-class DuplicateKeys {
+class Keys {
  public:
   bool operator()(int, json::parse_event_t event, json& parsed) {
     if (event == json::parse_event_t::object_start) {
@@ -400,16 +385,18 @@ class DuplicateKeys {
     } else if (event == json::parse_event_t::object_end) {
       seen_.pop_back();
     } else if (event == json::parse_event_t::key) {
-      const auto key = parsed.get<std::string>();
-      if (!seen_.back().insert(key).second) {
-        throw ScenarioError(fmt::format("field \"{}\" stands there twice in one object", key));
+      last_ = parsed.get<std::string>();
+      if (!seen_.back().insert(last_).second) {
+        throw ScenarioError(fmt::format("field \"{}\" stands there twice in one object", last_));
       }
     }
     return true;
   }
+  const std::string& last() const { return last_; }
 
  private:
   std::vector<std::set<std::string>> seen_;
+  std::string last_;
 };
 
 std::string read_text(const std::filesystem::path& path) {
@@ -423,24 +410,20 @@ std::string read_text(const std::filesystem::path& path) {
 }
 
 json parse_text(const std::string& text) {
+  Keys keys;
   try {
-    DuplicateKeys duplicates;
-    return json::parse(text, std::ref(duplicates));
+    return json::parse(text, std::ref(keys));
   } catch (const json::parse_error& error) {
     const auto before = std::min<std::size_t>(error.byte > 0 ? error.byte - 1 : 0, text.size());
     const auto line = 1 + std::count(text.begin(), text.begin() + before, '\n');
     const auto newline = before == 0 ? std::string::npos : text.rfind('\n', before - 1);
     const auto column = before - (newline == std::string::npos ? 0 : newline + 1) + 1;
-    // The parser's own message starts with an error number and its idea of the place.
-    std::string_view reason = error.what();
-    const auto start = reason.find("syntax error");
-    if (start != std::string_view::npos) {
-      reason.remove_prefix(start);
-    }
     throw ScenarioError(
-        fmt::format("line {}, column {}: not valid JSON: {}", line, column, reason));
-  } catch (const json::exception& error) {
-    throw ScenarioError(fmt::format("not usable JSON: {}", error.what()));
+        fmt::format("line {}, column {}: not valid JSON: {}", line, column, json_reason(error)));
+  } catch (const json::exception& error) {  // a number that is too large; this error has no place
+    throw ScenarioError(keys.last().empty()
+                            ? json_reason(error)
+                            : fmt::format("field \"{}\": {}", keys.last(), json_reason(error)));
   }
 }
 

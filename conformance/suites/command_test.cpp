@@ -4,15 +4,19 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <torch/torch.h>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <thread>
 
 #include "conformance/exit_codes.h"
 #include "conformance/suites/temporary_folder.h"
@@ -25,6 +29,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
+using testing::Not;
 
 struct Ended {
   int code = -1;     // exit code; 1000 + signal if killed
@@ -49,6 +54,11 @@ Ended shardproof(const std::string& arguments, const std::string& before = "") {
   const int status = pclose(pipe);
   ended.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
   return ended;
+}
+
+std::string slurp(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 /// A run that takes a second.
@@ -93,6 +103,29 @@ TEST_F(Command, NamesThePlaceOfAFlippedBit) {
       HasSubstr("planted: flipped_bit struck 1 time; first at step 2, rank 1: gradient blocks.0."));
 }
 
+TEST_F(Command, WritesIntoTheReportWhereAFaultStruck) {
+  const auto report = folder_.path() / "report";
+  const auto ended =
+      shardproof(kTiny + "--fault sum_instead_of_mean --report " + report.string());
+  ASSERT_EQ(ended.code, kExitFailed) << ended.text;
+  std::ifstream file(report / "summary.json");
+  const auto summary = nlohmann::json::parse(file);
+  EXPECT_EQ(summary.at("fault"), "sum_instead_of_mean");
+  const auto& strikes = summary.at("strikes");
+  EXPECT_GT(strikes.at("count").get<int>(), 3 * 2) << "in 3 steps on 2 ranks";
+  const auto& first = strikes.at("first");
+  EXPECT_EQ(first.at("step"), 0);
+  EXPECT_EQ(first.at("rank"), 0) << "of the ranks that a step struck, the first";
+  EXPECT_EQ(first.at("quantity"), "gradient");
+  EXPECT_EQ(first.at("element"), -1) << "all elements";
+  // What is said on the terminal is said on the page.
+  const auto said = "sum_instead_of_mean struck " + strikes.at("count").dump() +
+                    " times; first at step 0, rank 0: gradient " +
+                    first.at("name").get<std::string>();
+  EXPECT_THAT(ended.text, HasSubstr("planted: " + said + "\n"));
+  EXPECT_THAT(slurp(report / "report.html"), HasSubstr(said));
+}
+
 TEST_F(Command, EndsOneForEachPlantedFault) {
   for (const std::string fault : {"local_norm_clipping", "sum_instead_of_mean", "flipped_bit"}) {
     EXPECT_EQ(shardproof(kTiny + "--fault " + fault).code, kExitFailed) << fault;
@@ -124,7 +157,9 @@ TEST_F(Command, WritesResultsThatEachNameTheirCheckAndRule) {
   }
   EXPECT_GT(lines, 100);
   std::ifstream summary(report / "summary.json");
-  EXPECT_EQ(nlohmann::json::parse(summary).at("outcome"), "passed");
+  const auto written = nlohmann::json::parse(summary);
+  EXPECT_EQ(written.at("outcome"), "passed");
+  EXPECT_EQ(written.at("strikes"), nlohmann::json::parse(R"({"count": 0, "first": null})"));
   EXPECT_TRUE(fs::exists(report / "report.html"));
 }
 
@@ -156,10 +191,15 @@ class BadInputs : public Command, public testing::WithParamInterface<BadInput> {
     write("unknown_inner.json", R"({"model": {"layres": 4}})");
     write("wrong_type.json", R"({"world_size": "four"})");
     write("not_json.json", "{\n  \"seed\": 1,,\n}");
+    write("large_number.json", R"({"model": {"dropout": 0}, "max_norm": 1e999})");
+    write("array.json", "[1, 2]");
+    write("cut_short.json", "{\"seed\": 1");
+    write("not_utf8.json", "{\"device\": \"\xff\"}");
     write("other_schema.json", R"({"schema": "shardproof.scenario/999"})");
     write("foreign.safetensors", "this is no safetensors file, not at all");
     write("truncated.safetensors", std::string("\xff\xff\x00\x00\x00\x00\x00\x00{", 9));
     write("report_file", "a file where a folder is wanted");
+    write("not\xffutf8", std::string(1000, 'a'));
     fs::create_directory(folder_.path() / "not_ours");
     write("not_ours/summary.json", "{}");
     Scenario scenario;
@@ -195,6 +235,7 @@ TEST_P(BadInputs, EndsWithOneClearMessageAndTheRightCode) {
   }
   EXPECT_EQ(ended.text.rfind("shardproof: ", 0), 0u) << ended.text;
   EXPECT_LT(std::count(ended.text.begin(), ended.text.end(), '\n'), 12) << ended.text;
+  EXPECT_THAT(ended.text, Not(HasSubstr("json.exception"))) << "the library's words";
 }
 
 const std::string kSmall =
@@ -204,7 +245,39 @@ const std::string kSmall =
 INSTANTIATE_TEST_SUITE_P(
     Each, BadInputs,
     testing::Values(
-        BadInput{"UnknownOption", "--wrold 4", {"--wrold"}},
+        BadInput{"UnknownOption", "--wrold 4", {"no option --wrold, perhaps --world is meant"}},
+        BadInput{"UnknownOptionWithAValue",
+                 "--sceanrio=FOLDER/x",
+                 {"no option --sceanrio, perhaps --scenario is meant; see shardproof run --help"}},
+        BadInput{"UnknownOptionLikeNone", "--verbose", {"no option --verbose; see"}},
+        BadInput{"StrayWord", "transformer", {"\"transformer\" belongs to no option; see"}},
+        BadInput{"OptionTwice", "--seed 1 --seed 2", {"--seed is given 2 times; wanted: once; see"}},
+        BadInput{"OptionTwiceByTwoNames",
+                 "--world 2 --world-size 2",
+                 {"--world or --world-size is given 2 times; wanted: once; see"}},
+        BadInput{"OptionWithoutAValue",
+                 "--world",
+                 {"--world has no value after it; wanted: a value (ranks, 1 to 512); see"}},
+        BadInput{"FlagWithAValue", "--quiet=no", {"--quiet takes no value; see"}},
+        BadInput{"NumberTooLargeInAScenario",
+                 "--scenario FOLDER/large_number.json",
+                 {"scenario FOLDER/large_number.json: field \"max_norm\": the number 1e999 is too "
+                  "large for a double; wanted: "}},
+        BadInput{"ScenarioIsAnArray",
+                 "--scenario FOLDER/array.json",
+                 {"scenario FOLDER/array.json: the scenario is [1,2]; wanted: an object\n"}},
+        BadInput{"ScenarioCutShort",
+                 "--scenario FOLDER/cut_short.json",
+                 {"line 1, column 11: not valid JSON: unexpected end of input; expected"}},
+        BadInput{"ScenarioNotUtf8",
+                 "--scenario FOLDER/not_utf8.json",
+                 {"line 1, column 13: not valid JSON", "\\xff"}},
+        BadInput{"FileNameNotUtf8",
+                 "--print-scenario --corpus FOLDER/$(printf 'not\\377utf8')",
+                 {"data.corpus has the file", "whose name is not UTF-8; wanted: another name"}},
+        BadInput{"TextForAnMlp",
+                 "--model mlp --data bytes",
+                 {"data.kind is \"bytes\"; wanted: \"synthetic\", because model.kind is \"mlp\""}},
         BadInput{"UnknownField",
                  "--scenario FOLDER/unknown_field.json",
                  {"world_sise", "unknown_field.json"}},
@@ -215,7 +288,17 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"MissingScenario", "--scenario FOLDER/nowhere.json", {"FOLDER/nowhere.json"}},
         BadInput{"WorldSizeZero", "--world 0", {"world_size", "0"}},
         BadInput{"WorldSizeTooLarge", "--world 513", {"world_size", "513", "512"}},
-        BadInput{"WorldSizeNoNumber", "--world four", {"four"}},
+        BadInput{"WorldSizeNoNumber",
+                 "--world four",
+                 {"--world is four; wanted: a whole number (ranks, 1 to 512)\n"}},
+        BadInput{"WorldSizeNotWhole",
+                 "--world 1.5",
+                 {"--world is 1.5; wanted: a whole number (ranks, 1 to 512)\n"}},
+        BadInput{"WorldSizePastEveryNumber", "--world 99999999999", {"--world is 99999999999"}},
+        BadInput{"SizesNoNumber", "--model mlp --sizes 3 x", {"--sizes is x; wanted: a whole"}},
+        BadInput{"LearningRateNoNumber", "--lr fast", {"--lr is fast; wanted: a number"}},
+        BadInput{"LearningRatePastEveryNumber", "--lr 1e999", {"--lr is 1e999; wanted: a number"}},
+        BadInput{"TimeoutZero", "--timeout 0", {"--timeout is 0; wanted: from 1 to 86400 s"}},
         BadInput{"NegativeSteps", "--steps -1", {"steps", "-1"}},
         BadInput{"HeadsDoNotDivide", "--width 30 --heads 4", {"heads", "30"}},
         BadInput{"DropoutOne", "--dropout 1", {"dropout"}},
@@ -276,11 +359,49 @@ TEST_F(Command, OutputThatCannotBeWrittenIsNoPass) {
   EXPECT_EQ(ended.code, kExitBroken) << ended.text;
 }
 
-TEST_F(Command, MissingPythonIsOneClearMessage) {
-  const auto ended =
-      shardproof("run --quiet --python " + (folder_.path() / "no_python").string() + " " + kSmall);
-  EXPECT_EQ(ended.code, kExitBroken) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr("no_python"));
+TEST_F(Command, WithoutACommandItSaysWhichThereAre) {
+  for (const auto& [arguments, wanted] : std::vector<std::pair<std::string, std::string>>{
+           {"", "no command is given; wanted: shardproof run"},
+           {"foo", "there is no command foo; wanted: shardproof run"},
+           {"x --sceanrio a", "there is no command x; wanted: shardproof run"},
+           {"--quiet", "--quiet stands where a command is wanted: shardproof run --quiet ..."}}) {
+    const auto ended = shardproof(arguments);
+    EXPECT_EQ(ended.code, kExitUsage) << arguments;
+    EXPECT_EQ(ended.text, "shardproof: " + wanted + "; see shardproof --help\n");
+  }
+  const auto ended = shardproof("run run --print-scenario");
+  EXPECT_EQ(ended.code, kExitUsage) << ended.text;
+}
+
+TEST_F(Command, AByteOrderMarkDoesNoHarm) {
+  const auto file = write("marked.json", "\xef\xbb\xbf{\"world_size\": 3}");
+  const auto ended = shardproof("run --print-scenario --scenario " + file.string());
+  EXPECT_EQ(ended.code, kExitHeld) << ended.text;
+  EXPECT_THAT(ended.text, HasSubstr("\"world_size\": 3"));
+}
+
+TEST_F(Command, APythonThatCannotBeUsedIsOneClearMessage) {
+  const auto none = (folder_.path() / "no_python").string();
+  const auto without_packages = write("bare", "#!/bin/sh\nexec python3 -S \"$@\"\n").string();
+  fs::permissions(without_packages, fs::perms::owner_all);
+  const std::string wanted = "; wanted: a Python that has torch ";
+  const std::string cure =
+      "Name one with --python or SHARDPROOF_PYTHON, or go without with --no-python\n";
+  for (const auto& [python, parts] : std::vector<std::pair<std::string, std::vector<std::string>>>{
+           {none, {"there is no program " + none + wanted, cure}},
+           {"/bin/true", {"/bin/true exited with code 0 without an answer" + wanted, cure}},
+           {"/bin/echo", {"/bin/echo answered \"/", wanted, cure}},
+           {without_packages,
+            {" cannot import torch (", "name a Python that has them with --python or SHARDPROOF"}}}) {
+    const auto ended = shardproof("run --quiet --python " + python + " " + kSmall);
+    EXPECT_EQ(ended.code, kExitUsage) << ended.text;
+    for (const auto& part : parts) {
+      EXPECT_THAT(ended.text, HasSubstr(part));
+    }
+    EXPECT_EQ(ended.text.rfind("shardproof: the Python reference cannot be run: ", 0), 0u)
+        << ended.text;
+    EXPECT_EQ(std::count(ended.text.begin(), ended.text.end(), '\n'), 1) << ended.text;
+  }
 }
 
 TEST_F(Command, ADiskThatIsFullLosesNothingHalfWritten) {
@@ -298,6 +419,140 @@ TEST_F(Command, ADiskThatIsFullLosesNothingHalfWritten) {
   EXPECT_THAT(ended.text, HasSubstr("report"));
   EXPECT_FALSE(left_over);
 }
+
+// ---- Ended by a signal --------------------------------------------------------------------------
+
+std::vector<std::string> entries_of(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    names.push_back(entry.path().filename().string());
+  }
+  return names;
+}
+
+/// Processes whose command line has the text in it.
+int processes_with(const std::string& text) {
+  int count = 0;
+  for (const auto& entry : fs::directory_iterator("/proc")) {
+    const auto name = entry.path().filename().string();
+    if (name.find_first_not_of("0123456789") == std::string::npos &&
+        slurp(entry.path() / "cmdline").find(text) != std::string::npos) {
+      ++count;
+    }
+  }
+  return count;
+}
+
+bool comes_true(const std::function<bool()>& condition, std::chrono::seconds within) {
+  const auto deadline = std::chrono::steady_clock::now() + within;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return true;
+}
+
+struct SentSignal {
+  int number;
+  const char* name;
+  bool python;
+};
+
+std::ostream& operator<<(std::ostream& out, const SentSignal& sent) {
+  return out << sent.name;
+}
+
+class SignalledCommand : public Command, public testing::WithParamInterface<SentSignal> {
+ protected:
+  fs::path temporary() const { return folder_.path() / "temporary"; }
+  fs::path results() const { return folder_.path() / "results"; }
+  std::string said() const { return slurp(folder_.path() / "said"); }
+
+  void SetUp() override {
+    fs::create_directory(temporary());
+    fs::create_directory(results());
+  }
+
+  /// Starts a run that would take minutes. `before` is shell text.
+  void start(const std::string& arguments, const std::string& before = "") {
+    const auto line =
+        before + " TMPDIR=" + temporary().string() + " exec " + SHARDPROOF_COMMAND +
+        " run --layers 1 --width 16 --heads 2 --context 8 --data synthetic --batch 2 --world 2 "
+        "--max-norm 0.1 --steps 200000 --report " +
+        (results() / "report").string() + " " + arguments + " >" +
+        (folder_.path() / "said").string() + " 2>&1";
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        ::signal(signal, SIG_DFL);
+      }
+      ::execl("/bin/sh", "sh", "-c", line.c_str(), static_cast<char*>(nullptr));
+      ::_exit(127);
+    }
+    ASSERT_TRUE(comes_true([&] { return said().find("step 2/") != std::string::npos; },
+                           std::chrono::seconds(60)))
+        << said();
+  }
+  bool has_ended(std::chrono::seconds within) {
+    return comes_true(
+        [&] {
+          int status = 0;
+          if (!status_ && ::waitpid(pid_, &status, WNOHANG) == pid_) {
+            status_ = status;
+          }
+          return status_.has_value();
+        },
+        within);
+  }
+  void TearDown() override {
+    if (pid_ > 0 && !status_) {
+      ::kill(pid_, SIGKILL);
+      ::waitpid(pid_, nullptr, 0);
+    }
+  }
+
+  ::pid_t pid_ = -1;
+  std::optional<int> status_;
+};
+
+TEST_P(SignalledCommand, LeavesNothingBehindAndEndsByTheSignal) {
+  const auto& sent = GetParam();
+  start(sent.python ? "" : "--no-python");
+  if (HasFatalFailure()) {
+    return;
+  }
+  // What must go is there.
+  ASSERT_EQ(entries_of(temporary()).size(), 1u);
+  ASSERT_EQ(entries_of(results()), std::vector{".report.partial-" + std::to_string(pid_)});
+  ASSERT_EQ(processes_with(temporary().string()), sent.python ? 1 : 0);
+
+  ::kill(pid_, sent.number);
+  ASSERT_TRUE(has_ended(std::chrono::seconds(20))) << said();
+  EXPECT_TRUE(WIFSIGNALED(*status_)) << *status_;
+  EXPECT_EQ(WTERMSIG(*status_), sent.number);
+  EXPECT_EQ(entries_of(temporary()), std::vector<std::string>());
+  EXPECT_EQ(entries_of(results()), std::vector<std::string>());
+  EXPECT_EQ(processes_with(temporary().string()), 0);
+  const auto text = said();
+  const auto last = "\nshardproof: ended by " + std::string(sent.name) +
+                    "; no report was written\n";
+  EXPECT_TRUE(text.ends_with(last)) << text.substr(text.size() - std::min<std::size_t>(text.size(), 1000));
+  EXPECT_EQ(text.find("shardproof: "), text.size() - last.size() + 1) << "it says more than that";
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, SignalledCommand,
+                         testing::Values(SentSignal{SIGINT, "SIGINT", true},
+                                         SentSignal{SIGTERM, "SIGTERM", true},
+                                         SentSignal{SIGHUP, "SIGHUP", true},
+                                         SentSignal{SIGINT, "SIGINT", false},
+                                         SentSignal{SIGTERM, "SIGTERM", false},
+                                         SentSignal{SIGHUP, "SIGHUP", false}),
+                         [](const auto& info) {
+                           return std::string(info.param.name) +
+                                  (info.param.python ? "WithPython" : "WithoutPython");
+                         });
 
 }  // namespace
 }  // namespace shardproof

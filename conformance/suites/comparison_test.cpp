@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "conformance/tolerance.h"
+#include "conformance/training_guards.h"
 #include "reference/trainer.h"
 
 namespace shardproof {

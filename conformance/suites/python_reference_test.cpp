@@ -313,14 +313,14 @@ TEST_F(PythonReferenceTrouble, AMissingProgramIsNamedAtOnce) {
   options.program = "/nowhere/reference.py";
   expect_parts(failure_of_start(options), {"there is no file \"/nowhere/reference.py\"",
                                            "It was run as: sh /nowhere/reference.py --scenario",
-                                           "Set SHARDPROOF_PYTHON_REFERENCE to"});
+                                           "set SHARDPROOF_PYTHON_REFERENCE to"});
 }
 
 TEST_F(PythonReferenceTrouble, AMissingPythonIsNamedAtOnce) {
   auto options = fake("");
   options.python = "python_of_nowhere";
   expect_parts(failure_of_start(options),
-               {"there is no program python_of_nowhere in PATH", "Set SHARDPROOF_PYTHON to"});
+               {"there is no program python_of_nowhere in PATH", "--python or SHARDPROOF_PYTHON"});
   options.python = "/nowhere/python3";
   expect_parts(failure_of_start(options), {"there is no program /nowhere/python3;"});
 }
@@ -331,13 +331,21 @@ TEST_F(PythonReferenceTrouble, APythonThatTheSystemCannotRunIsNamedAtOnce) {
   std::ofstream(options.python) << "\x7f"
                                 << "ELF";
   fs::permissions(options.python, fs::perms::owner_all);
-  expect_parts(failure_of_start(options), {"it could not be started: exec: Exec format error"});
+  expect_parts(failure_of_start(options), {"broken could not be started: exec: Exec format error"});
 }
 
 TEST_F(PythonReferenceTrouble, AWorkFolderThatIsNotThereIsNamedAtOnce) {
   auto options = fake("");
   options.work_folder = "/nowhere";
   expect_parts(failure_of_start(options), {"/nowhere/shardproof-python-", "cannot be made"});
+}
+
+TEST_F(PythonReferenceTrouble, AWorkFolderWhosePathCannotBeToldIsNamed) {
+  auto options = fake("");
+  options.work_folder = folder_.path() / "not\xffutf8";
+  fs::create_directory(options.work_folder);
+  expect_parts(failure_of_start(options), {"paths in UTF-8", "is none. Set TMPDIR to"});
+  EXPECT_TRUE(fs::is_empty(options.work_folder));
 }
 
 TEST_F(PythonReferenceTrouble, AMissingTorchIsNamed) {
@@ -352,7 +360,8 @@ TEST_F(PythonReferenceTrouble, AMissingTorchIsNamed) {
 TEST_F(PythonReferenceTrouble, AnotherTorchIsNamed) {
   const auto message =
       failure_of_step(fake("echo '{\"ready\": true, \"torch\": \"1.13.1+cpu\"}'\nread line\n"));
-  expect_parts(message, {"it runs torch 1.13.1+cpu; wanted: torch ", "as here"});
+  expect_parts(message, {"has torch 1.13.1+cpu and not that of this program",
+                         "; wanted: a Python that has torch "});
 }
 
 TEST_F(PythonReferenceTrouble, ACrashNamesTheSignal) {
@@ -368,14 +377,34 @@ TEST_F(PythonReferenceTrouble, ACrashNamesTheSignal) {
 TEST_F(PythonReferenceTrouble, AnEndWithoutAnAnswerNamesTheExitCodeAndTheEndOfStderr) {
   const auto message = failure_of_step(
       fake("i=1; while [ $i -le 30 ]; do echo \"line $i of 30\" >&2; i=$((i+1)); done; exit 3\n"));
-  expect_parts(message, {"it exited with code 3 without an answer", "wanted: {\"ready\": true",
+  expect_parts(message, {"sh exited with code 3 without an answer", "wanted: a Python that has",
                          "line 11 of 30", "line 30 of 30"});
   EXPECT_EQ(message.find("line 10 of 30"), std::string::npos);
 }
 
 TEST_F(PythonReferenceTrouble, AnEndInTheMiddleOfAnAnswerIsNamed) {
   expect_parts(failure_of_step(fake("printf '{\"ready\": tr'\n")),
-               {"it exited with code 0", "in the middle of a line: \"{\\\"ready\\\": tr\""});
+               {"sh exited with code 0", "in the middle of a line: \"{\\\"ready\\\": tr\""});
+}
+
+TEST_F(PythonReferenceTrouble, WhetherAnotherPythonMayDoIsTold) {
+  for (const auto& [script, may] : std::vector<std::pair<std::string, bool>>{
+           {"exit 3\n", true},
+           {"echo hello\nread line\n", true},
+           {"echo '{\"ready\": true, \"torch\": \"1.13.1\"}'\nread line\n", true},
+           {"echo '{\"error\": \"no torch\", \"unusable_python\": true}'\n", true},
+           {"echo '{\"error\": \"the moon is full\"}'\n", false},
+           {"kill -SEGV $$\n", false},
+           {std::string(kReady) + "read line\nexit 3\n", false}}) {
+    try {
+      PythonReference(scenario(), initial(), fake(script)).step(0, nullptr);
+      ADD_FAILURE() << "no error: " << script;
+    } catch (const PythonUnusable& error) {
+      EXPECT_TRUE(may) << script << error.what();
+    } catch (const PythonReferenceError& error) {
+      EXPECT_FALSE(may) << script << error.what();
+    }
+  }
 }
 
 TEST_F(PythonReferenceTrouble, AnErrorThatItReportsIsPassedOn) {
@@ -385,9 +414,11 @@ TEST_F(PythonReferenceTrouble, AnErrorThatItReportsIsPassedOn) {
 
 TEST_F(PythonReferenceTrouble, AnAnswerThatIsNotJsonIsShown) {
   expect_parts(failure_of_step(fake("echo 'Hello, world'\nread line\n")),
-               {"it answered \"Hello, world\"", "Only JSON may go to its stdout"});
-  expect_parts(failure_of_step(fake("echo '[1]'\nread line\n")), {"it answered \"[1]\""});
-  expect_parts(failure_of_step(fake("printf 'a\\377b\\n'\nread line\n")), {"it answered \"a"});
+               {"sh answered \"Hello, world\"", "nothing but JSON may go to its stdout"});
+  expect_parts(failure_of_step(fake("echo '[1]'\nread line\n")), {"sh answered \"[1]\""});
+  expect_parts(failure_of_step(fake("printf 'a\\377b\\n'\nread line\n")), {"sh answered \"a"});
+  expect_parts(failure_of_step(fake(std::string(kReady) + "read line\necho done\nread line\n")),
+               {"it answered \"done\"", "Only JSON may go to its stdout"});
 }
 
 TEST_F(PythonReferenceTrouble, AnAnswerWithoutAnEndIsCutOff) {
@@ -465,7 +496,7 @@ TEST_F(PythonReferenceTrouble, AfterAnErrorEveryCallSaysWhy) {
       act();
       ADD_FAILURE() << "no error";
     } catch (const PythonReferenceError& error) {
-      expect_parts(error.what(), {"runs no more: it exited with code 3 without an answer"});
+      expect_parts(error.what(), {"runs no more: sh exited with code 3 without an answer"});
     }
   }
 }

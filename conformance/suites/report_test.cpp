@@ -229,6 +229,40 @@ TEST(Schemas, FitTheirOwnExamples) {
   }
 }
 
+Strike strike_at(int step, int rank, std::int64_t element) {
+  return {step, rank, Quantity::gradient, "blocks.<0>.norm1.weight", element};
+}
+
+TEST(Strikes, AreInOrderWhicheverRankCameFirst) {
+  StrikeLog log;
+  for (const auto& strike : {strike_at(1, 0, 5), strike_at(0, 3, 6), strike_at(0, 1, 8),
+                             strike_at(0, 1, 7), strike_at(1, 0, 4)}) {
+    log.add(strike);
+  }
+  std::vector<std::int64_t> elements;
+  for (const auto& strike : log.strikes()) {
+    elements.push_back(strike.element);
+  }
+  EXPECT_EQ(elements, (std::vector<std::int64_t>{8, 7, 6, 5, 4}));
+}
+
+TEST(Strikes, AreOneSentence) {
+  RunSummary summary;
+  summary.fault = "flipped_bit";
+  EXPECT_EQ(describe_strikes(summary), "flipped_bit struck 0 times");
+  summary.strikes = {strike_at(2, 1, 12240)};
+  EXPECT_EQ(describe_strikes(summary),
+            "flipped_bit struck 1 time; first at step 2, rank 1: gradient blocks.<0>.norm1.weight, "
+            "element 12240");
+  summary.strikes = {strike_at(2, 1, -1), strike_at(3, 0, 5)};
+  EXPECT_EQ(describe_strikes(summary),
+            "flipped_bit struck 2 times; first at step 2, rank 1: gradient "
+            "blocks.<0>.norm1.weight");
+  summary.strikes.front().name = "";
+  EXPECT_EQ(describe_strikes(summary),
+            "flipped_bit struck 2 times; first at step 2, rank 1: gradient");
+}
+
 TEST(Schemas, RefuseWhatDoesNotFit) {
   const json schema = schema_named("results.schema.json");
   json verdict = to_json(failed_verdict());
@@ -377,6 +411,33 @@ TEST_F(Report, HasEveryVerdictAndASummaryThatFitTheirSchemas) {
   EXPECT_EQ(written["first_divergence"], to_json(failed_verdict()));
   EXPECT_EQ(written["environment"]["libtorch"], "2.11.0");
   EXPECT_EQ(entries(), 1U) << "only the report is left";
+}
+
+TEST_F(Report, TellsWhereThePlantedFaultStruck) {
+  RunSummary summary = summary_of({failed_verdict()});
+  summary.fault = "flipped_bit";
+  summary.strikes = {strike_at(2, 1, 12240), strike_at(3, 0, -1)};
+  ReportWriter(folder()).finish(summary);
+  const json schema = schema_named("summary.schema.json");
+  const json written = json::parse(slurp(folder() / "summary.json"));
+  EXPECT_EQ(misfit(schema, written, schema, "summary"), "");
+  EXPECT_EQ(written.at("strikes"), json::parse(R"({
+    "count": 2,
+    "first": {"step": 2, "rank": 1, "quantity": "gradient", "name": "blocks.<0>.norm1.weight", "element": 12240}
+  })"));
+  EXPECT_TRUE(contains(slurp(folder() / "report.html"),
+                       "planted: <code>flipped_bit struck 2 times; first at step 2, rank 1: "
+                       "gradient blocks.&lt;0&gt;.norm1.weight, element 12240</code></p>"));
+}
+
+TEST_F(Report, HasNoStrikesWithoutAFault) {
+  write({passed_verdict()});
+  const json schema = schema_named("summary.schema.json");
+  json written = json::parse(slurp(folder() / "summary.json"));
+  EXPECT_EQ(written.at("strikes"), json::parse(R"({"count": 0, "first": null})"));
+  EXPECT_FALSE(contains(slurp(folder() / "report.html"), "planted"));
+  written.erase("strikes");
+  EXPECT_NE(misfit(schema, written, schema, "summary"), "");
 }
 
 TEST_F(Report, HasAPageThatShowsTheDivergenceAndNeedsNoNetwork) {

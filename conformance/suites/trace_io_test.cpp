@@ -9,6 +9,7 @@
 
 #include <torch/torch.h>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -561,6 +562,119 @@ TEST_F(TraceIo, ADeviceOrAFolderIsNotReplacedByAFile) {
   EXPECT_THROW(write_file("/dev/full", {"x"}), FileError);
   EXPECT_THROW(write_file(folder(), {"x"}), FileError);
   EXPECT_THROW(write_file(folder() / "no/such/folder/file", {"x"}), FileError);
+}
+
+// ---- The document -------------------------------------------------------------------------------
+
+/// The one block of Python in trace-format.md.
+std::string documented_program() {
+  const std::string text = slurp(fs::path(SHARDPROOF_SOURCE_FOLDER) / "conformance/trace-format.md");
+  const std::string begin = "```python\n";
+  const auto from = text.find(begin) + begin.size();
+  EXPECT_EQ(text.find(begin, from), std::string::npos) << "there is more than one example";
+  return text.substr(from, text.find("```\n", from) - from);
+}
+
+/// What the example computes, by the words around it: a linear model on two ranks.
+class DocumentedRun {
+ public:
+  StepTrace step(int step) {
+    torch::manual_seed(static_cast<std::uint64_t>(step));
+    const auto inputs = torch::randn({2, 5, 3});
+    const auto targets = torch::randn({2, 5, 2});
+    const auto weight = weight_.clone().requires_grad_();
+    const auto bias = bias_.clone().requires_grad_();
+    std::vector<at::Tensor> outputs, losses;
+    for (int rank = 0; rank < 2; ++rank) {
+      outputs.push_back(torch::matmul(inputs[rank], weight.t()) + bias);
+      losses.push_back((outputs[rank] - targets[rank]).square().mean());
+    }
+    const auto gradients = torch::autograd::grad({(losses[0] + losses[1]) / 2}, {weight, bias});
+    const auto norm = torch::cat({gradients[0].flatten(), gradients[1]}).norm();
+    const auto factor = (1.0 / (norm + 1e-6)).clamp_max(1);
+    weight_ = weight_ - 0.5 * factor * gradients[0];
+    bias_ = bias_ - 0.5 * factor * gradients[1];
+
+    StepTrace trace;
+    trace.step = step;
+    add(trace, Quantity::output, "layers.0@m0", Placement::per_rank, outputs);
+    add(trace, Quantity::output, "model@m0", Placement::per_rank, outputs);
+    add(trace, Quantity::loss, "loss", Placement::per_rank,
+        {losses[0].view({1}), losses[1].view({1})});
+    add_parameters(trace, Quantity::gradient, gradients[0], gradients[1]);
+    add(trace, Quantity::total_norm, "total_norm", Placement::replicated, {norm, norm});
+    add_parameters(trace, Quantity::clipped_gradient, gradients[0] * factor,
+                   gradients[1] * factor);
+    add_parameters(trace, Quantity::parameter, weight_, bias_);
+    return trace;
+  }
+
+ private:
+  static void add(StepTrace& trace, Quantity quantity, const std::string& name, Placement placement,
+                  const std::vector<at::Tensor>& values) {
+    trace.tensors.push_back({quantity,
+                             name,
+                             values[0].sizes().vec(),
+                             placement,
+                             {{0, 0, values[0].detach()}, {1, 0, values[1].detach()}},
+                             {}});
+  }
+  static void add_parameters(StepTrace& trace, Quantity quantity, const at::Tensor& weight,
+                             const at::Tensor& bias) {
+    add(trace, quantity, "layers.0.linear.bias", Placement::replicated, {bias, bias});
+    const auto flat = weight.flatten();
+    trace.tensors.push_back({quantity,
+                             "layers.0.linear.weight",
+                             {2, 3},
+                             Placement::sharded,
+                             {{0, 0, flat.slice(0, 0, 3)}, {1, 3, flat.slice(0, 3, 6)}},
+                             {}});
+  }
+
+  at::Tensor weight_ = torch::ones({2, 3});
+  at::Tensor bias_ = torch::zeros({2});
+};
+
+TEST_F(TraceIo, TheExampleInTheDocumentIsRead) {
+  spit(folder() / "example.py", documented_program());
+  const char* named = std::getenv("SHARDPROOF_PYTHON");
+  const std::string python = named != nullptr && *named != '\0' ? named : SHARDPROOF_PYTHON_PROGRAM;
+  const auto command = "cd '" + folder().string() + "' && '" + python + "' example.py 2>&1";
+  ASSERT_EQ(std::system(command.c_str()), 0) << command;
+
+  const TraceReader reader(folder() / "my-run");
+  EXPECT_EQ(reader.scenario().model.kind, "mlp");
+  EXPECT_EQ(reader.scenario().model.sizes, (std::vector<std::int64_t>{3, 2}));
+  EXPECT_EQ(reader.scenario().world_size, 2);
+  EXPECT_EQ(reader.scenario().optimizer.lr, 0.5);
+  ASSERT_EQ(reader.steps(), 2);
+  DocumentedRun run;
+  for (int step = 0; step < 2; ++step) {
+    const StepTrace got = reader.step(step);
+    const StepTrace want = run.step(step);
+    EXPECT_EQ(got.step, step);
+    ASSERT_EQ(got.tensors.size(), want.tensors.size());
+    for (std::size_t i = 0; i < want.tensors.size(); ++i) {
+      const TraceTensor& a = got.tensors[i];
+      const TraceTensor& b = want.tensors[i];
+      SCOPED_TRACE(std::string(to_string(b.quantity)) + " " + b.name);
+      EXPECT_EQ(a.quantity, b.quantity);
+      EXPECT_EQ(a.name, b.name);
+      EXPECT_EQ(a.shape, b.shape);
+      EXPECT_EQ(a.placement, b.placement);
+      ASSERT_EQ(a.pieces.size(), b.pieces.size());
+      for (std::size_t j = 0; j < b.pieces.size(); ++j) {
+        EXPECT_EQ(a.pieces[j].rank, b.pieces[j].rank);
+        EXPECT_EQ(a.pieces[j].offset, b.pieces[j].offset);
+        ASSERT_EQ(a.pieces[j].values.sizes(), b.pieces[j].values.sizes());
+        EXPECT_EQ(a.pieces[j].values.scalar_type(), at::kFloat);
+        // The mean gradient is computed in another order here.
+        EXPECT_TRUE(torch::allclose(a.pieces[j].values, b.pieces[j].values, 1e-5, 1e-6))
+            << a.pieces[j].values << "\nbut wanted\n"
+            << b.pieces[j].values;
+      }
+    }
+  }
 }
 
 }  // namespace

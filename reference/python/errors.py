@@ -1,4 +1,4 @@
-"""The two kinds of trouble that the program reports, each with its exit code."""
+"""The kinds of trouble that the program reports, and their exit codes."""
 
 EXIT_USAGE = 2
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
@@ -10,3 +10,7 @@ class InputError(Exception):
 
 class EnvironmentTrouble(Exception):
     """The surroundings are wrong: a missing package, another torch, a full disk."""
+
+
+class UnusablePython(EnvironmentTrouble):
+    """This Python lacks a package, or has another one than is wanted: another Python may do."""

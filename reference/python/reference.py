@@ -13,7 +13,8 @@ the two agree to the bit.
         {"end": true}                 writes trace.json and exits.
 
 Only such lines go to stdout; everything else goes to stderr. Any trouble is one line
-{"error": "a sentence"} and exit code 2 (what was handed in is wrong) or 70 (anything else)."""
+{"error": "a sentence"} and exit code 2 (what was handed in is wrong) or 70 (anything else); with
+"unusable_python": true if another Python may do."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from errors import EXIT_SOFTWARE, EXIT_USAGE, EnvironmentTrouble, InputError
+from errors import EXIT_SOFTWARE, EXIT_USAGE, EnvironmentTrouble, InputError, UnusablePython
 
 
 class Abandoned(Exception):
@@ -76,6 +77,7 @@ def main(arguments: list[str], orders: TextIO, answers: TextIO) -> int:
         answers.flush()
 
     scratch: Path | None = None
+    more: dict[str, Any] = {}
     try:
         options = parse_arguments(arguments)
         scratch = options.scratch
@@ -91,6 +93,9 @@ def main(arguments: list[str], orders: TextIO, answers: TextIO) -> int:
         sentence, code = str(trouble), EXIT_SOFTWARE
     except InputError as trouble:
         sentence, code = str(trouble), EXIT_USAGE
+    except UnusablePython as trouble:
+        sentence, code = str(trouble), EXIT_SOFTWARE
+        more = {"unusable_python": True}
     except EnvironmentTrouble as trouble:
         sentence, code = str(trouble), EXIT_SOFTWARE
     except Exception as trouble:  # whatever it is, the caller must get an answer
@@ -100,7 +105,7 @@ def main(arguments: list[str], orders: TextIO, answers: TextIO) -> int:
         sentence, code = f"{type(trouble).__name__}: {trouble}", EXIT_SOFTWARE
     print(f"reference.py: {sentence}", file=sys.stderr)
     with contextlib.suppress(OSError):  # nobody may listen any more; stderr has it
-        answer({"error": sentence})
+        answer({"error": sentence, **more})
     return code
 
 
@@ -112,9 +117,10 @@ def run(options: argparse.Namespace, orders: TextIO, answer: Any) -> None:
         import numpy  # noqa: F401
         import safetensors  # noqa: F401
     except ImportError as error:
-        raise EnvironmentTrouble(
+        raise UnusablePython(
             f"{sys.executable} cannot import {error.name or 'a package'} ({error}). Install torch, "
-            "numpy and safetensors there, or name a Python that has them with SHARDPROOF_PYTHON"
+            "numpy and safetensors there, or name a Python that has them with --python or "
+            "SHARDPROOF_PYTHON"
         ) from error
 
     from scenario import load_scenario, scenario_to_json

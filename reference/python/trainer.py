@@ -4,13 +4,14 @@ reference/README.md, under "Gradients (replay)" to "Optimizers"."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
 
 from data import Dataset
-from errors import EnvironmentTrouble, InputError
+from errors import InputError, UnusablePython
 from models import make_model
 from norm import exact_norm
 from optimizers import PeerAdamW, described, make_optimizer
@@ -187,7 +188,7 @@ def check_torch(wanted: str | None) -> None:
         return
     found = torch.__version__
     if found.split("+")[0].split(".")[:2] != wanted.split("+")[0].split(".")[:2]:
-        raise EnvironmentTrouble(
-            f"this Python has torch {found}; wanted: {wanted}. Install it (pip install "
-            f"'torch=={wanted}.*'), or name a Python that has it with SHARDPROOF_PYTHON"
+        raise UnusablePython(
+            f"{sys.executable} has torch {found}; wanted: {wanted}. Install it there (pip install "
+            f"'torch=={wanted}.*'), or name a Python that has it with --python or SHARDPROOF_PYTHON"
         )

@@ -153,9 +153,12 @@ def test_files_have_the_mode_of_new_files(make_run):
 # ---- Trouble ------------------------------------------------------------------------------------
 
 
-def failed(result: tuple[int, list], code: int, *parts: str) -> None:
+def failed(
+    result: tuple[int, list], code: int, *parts: str, unusable_python: bool = False
+) -> None:
     assert result[0] == code
     error = result[1][-1]
+    assert error.pop("unusable_python", False) is unusable_python
     assert error.keys() == {"error"}
     for part in parts:
         assert part in error["error"]
@@ -191,7 +194,8 @@ def test_an_output_folder_in_use_is_refused(make_run):
 
 def test_another_torch_is_refused(make_run):
     run = make_run()
-    failed(run.inside("out", "--torch-version", "1.13"), 70, torch.__version__, "wanted: 1.13")
+    result = run.inside("out", "--torch-version", "1.13")
+    failed(result, 70, sys.executable, torch.__version__, "wanted: 1.13", unusable_python=True)
     assert run.inside("out", "--torch-version", TORCH, "--steps", "1") == (0, [])
 
 
@@ -309,6 +313,10 @@ def test_a_missing_torch_is_named(make_run, tmp_path):
         text=True,
         timeout=60,
     )
-    assert process.returncode == 70
-    error = json.loads(process.stdout)["error"]
-    assert "cannot import torch" in error and "SHARDPROOF_PYTHON" in error
+    failed(
+        (process.returncode, [json.loads(process.stdout)]),
+        70,
+        "cannot import torch",
+        "--python or SHARDPROOF_PYTHON",
+        unusable_python=True,
+    )

@@ -1,0 +1,30 @@
+#pragma once
+// Asks of a whole run whether its checks could have shown anything.
+
+#include <memory>
+#include <vector>
+
+#include "conformance/verdict.h"
+#include "reference/scenario.h"
+#include "reference/trace.h"
+
+namespace shardproof {
+
+/// Guards: did the run train, and were the checks able to see anything? Fed with each step of the
+/// subject; the verdicts come at the end: losses are finite and moved; no parameter's gradient was
+/// zero in every step; parameters moved; clipping bit at least once if it was asked for; every rank
+/// had its own data (losses differ over ranks); no single copy stood for all ranks; every quantity
+/// was there at every step, and every step of the scenario.
+class TrainingGuards {
+ public:
+  explicit TrainingGuards(const Scenario& scenario);
+  ~TrainingGuards();
+  void observe(const StepTrace& subject);
+  std::vector<Verdict> verdicts() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace shardproof
