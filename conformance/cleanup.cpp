@@ -20,8 +20,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::array<int, 3> kSignals = {SIGINT, SIGTERM, SIGHUP};
 
-/// timeout(1) and a closing terminal send a signal to the process and to its group, so that it comes
-/// twice where it is meant once.
+/// timeout(1) and a closing terminal send a signal to the process and to its group, so that it
+/// comes twice where it is meant once.
 constexpr std::chrono::milliseconds kSameSignal{500};
 
 struct Registry {
@@ -44,8 +44,8 @@ bool is_ignored(int signal) {
   return ::sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
 }
 
-/// The other threads go on until the end. Under another name the folder gets no new files from them,
-/// but for one that was being opened just then.
+/// The other threads go on until the end. Under another name the folder gets no new files from
+/// them, but for one that was being opened just then.
 std::error_code remove_folder(const std::filesystem::path& folder) {
   auto renamed = folder;
   renamed += ".removed";
@@ -74,8 +74,8 @@ void kill_group(::pid_t leader) {
 }
 
 [[noreturn]] void end_by(int signal) {
-  // Never unlocked: what the others do now, the exceptions included that this brings about, comes to
-  // nothing where they give up a Leftover.
+  // Never unlocked: what the others do now, the exceptions included that this brings about, comes
+  // to nothing where they give up a Leftover.
   registry().mutex.lock();
   std::string line = fmt::format("{}shardproof: ended by {}", ::isatty(STDERR_FILENO) ? "\n" : "",
                                  name_of(signal));

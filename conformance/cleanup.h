@@ -10,16 +10,16 @@
 
 namespace shardproof {
 
-/// From here on SIGINT, SIGTERM and SIGHUP end the program in good order: every Leftover is removed,
-/// one line on stderr says so, and the program ends by that signal, as whoever sent it expects. A
-/// signal that was ignored before stays ignored. A second one, from half a second later on, ends the
-/// program at once.
+/// From here on SIGINT, SIGTERM and SIGHUP end the program in good order: every Leftover is
+/// removed, one line on stderr says so, and the program ends by that signal, as whoever sent it
+/// expects. A signal that was ignored before stays ignored. A second one, from half a second later
+/// on, ends the program at once.
 ///
 /// Call it before there is another thread: threads inherit which signals are blocked.
 void clean_up_when_signalled();
 
-/// While this is held, only a second signal ends the program: for what must be done wholly or not at
-/// all. Whoever asks for it once the program is being ended waits for the end.
+/// While this is held, only a second signal ends the program: for what must be done wholly or not
+/// at all. Whoever asks for it once the program is being ended waits for the end.
 using Uninterrupted = std::unique_lock<std::recursive_mutex>;
 [[nodiscard]] Uninterrupted uninterrupted();
 

@@ -20,6 +20,7 @@
 #include "conformance/float_format.h"
 #include "conformance/tolerance.h"
 #include "conformance/trace_io.h"
+#include "reference/models.h"
 
 namespace shardproof {
 namespace {
@@ -86,11 +87,12 @@ std::string fault_of_values(const TraceTensor& tensor, at::ScalarType dtype) {
   return "";
 }
 
-/// Whether sharded pieces hold every one of `count` elements once; what is wrong, or "".
-std::string fault_of_tiling(const TraceTensor& tensor, std::int64_t count) {
+/// Whether the sharded pieces of the ranks [first, first + ranks) hold every one of `count`
+/// elements once; what is wrong, or "".
+std::string fault_of_tiling(const TraceTensor& tensor, int first, int ranks, std::int64_t count) {
   std::vector<const Piece*> pieces;
   for (const Piece& piece : tensor.pieces) {
-    if (piece.values.numel() > 0) {
+    if (piece.values.numel() > 0 && piece.rank >= first && piece.rank < first + ranks) {
       pieces.push_back(&piece);
     }
   }
@@ -116,12 +118,27 @@ std::string fault_of_tiling(const TraceTensor& tensor, std::int64_t count) {
   return "";
 }
 
+/// The same of each replica's ranks.
+std::string fault_of_tiling(const TraceTensor& tensor, const Layout& layout, std::int64_t count) {
+  for (int replica = 0; replica < layout.replicas; ++replica) {
+    const int first = replica * layout.shards;
+    const auto fault = fault_of_tiling(tensor, first, layout.shards, count);
+    if (!fault.empty()) {
+      return layout.replicas == 1 ? fault
+                                  : fmt::format("of replica {}, which is ranks {} to {}: {}",
+                                                replica, first, first + layout.shards - 1, fault);
+    }
+  }
+  return "";
+}
+
 std::int64_t numel_of(const TraceTensor& tensor) {
   return c10::multiply_integers(tensor.shape);
 }
 
-std::string fault_of_structure(const TraceTensor& got, const TraceTensor& want, int world_size,
-                               at::ScalarType dtype) {
+std::string fault_of_structure(const TraceTensor& got, const TraceTensor& want,
+                               const Layout& layout, at::ScalarType dtype) {
+  const int world_size = layout.replicas * layout.shards;
   if (got.shape != want.shape) {
     return fmt::format("its shape is {} where {} is wanted", shape_name(got.shape),
                        shape_name(want.shape));
@@ -134,7 +151,7 @@ std::string fault_of_structure(const TraceTensor& got, const TraceTensor& want, 
     fault = fault_of_values(got, dtype);
   }
   if (fault.empty() && got.placement == Placement::sharded) {
-    fault = fault_of_tiling(got, numel_of(got));
+    fault = fault_of_tiling(got, layout, numel_of(got));
   }
   if (fault.empty() && want.placement == Placement::per_rank) {
     if (got.placement != Placement::per_rank) {
@@ -437,7 +454,8 @@ class StepComparison {
       if (want != wanted_.end() && got.quantity != Quantity::mean_loss) {
         add(compare(got, *want->second));
       } else if (want == wanted_.end() && must_be_known(got.quantity)) {
-        add_fault(got.quantity, got.name, "the subject has it, the reference does not");
+        add_fault(got.quantity, got.name,
+                  "the subject has it, the reference does not" + hint_at_absence(got.quantity));
       }
       // Right after the losses that it is the mean of.
       if (got.quantity == Quantity::loss) {
@@ -467,6 +485,17 @@ class StepComparison {
            wanted_quantities_.contains(quantity);
   }
 
+  /// Why the reference may have no such tensor.
+  static std::string hint_at_absence(Quantity quantity) {
+    if (quantity == Quantity::gradient || quantity == Quantity::clipped_gradient) {
+      return "; a parameter that is frozen, or that no rank's loss depends on, has no gradient";
+    }
+    if (quantity == Quantity::optimizer_state) {
+      return "; a parameter that never had a gradient has no optimizer state";
+    }
+    return "";
+  }
+
   Verdict begin(Quantity quantity, const std::string& name) const {
     const Rule rule = rule_for(scenario_, expectation_.reference, quantity);
     Verdict verdict;
@@ -490,9 +519,7 @@ class StepComparison {
     add(std::move(verdict));
   }
 
-  at::ScalarType scenario_dtype() const {
-    return scenario_.dtype == "float64" ? at::kDouble : at::kFloat;
-  }
+  at::ScalarType scenario_dtype() const { return dtype_named(scenario_.dtype); }
 
   Verdict compare(const TraceTensor& got, const TraceTensor& want) {
     Verdict verdict = begin(got.quantity, got.name);
@@ -503,7 +530,7 @@ class StepComparison {
       }
       const at::ScalarType dtype =
           exact ? want.pieces.front().values.scalar_type() : scenario_dtype();
-      if (std::string fault = fault_of_structure(got, want, scenario_.world_size, dtype);
+      if (std::string fault = fault_of_structure(got, want, layout_of(scenario_), dtype);
           !fault.empty()) {
         throw TraceError(fault);
       }

@@ -32,7 +32,8 @@ struct Expectation {
 /// Compares every tensor of the expectation with the subject's, every rank's own copy or piece, and
 /// returns a verdict for each, in the subject's execution order. A tensor that is missing on either
 /// side, has another shape or dtype, or whose pieces do not tile it is a failed verdict with a
-/// message. The rule comes from tolerance.h.
+/// message. Sharded pieces tile the tensor once in each replica of layout_of(scenario). The rule
+/// comes from tolerance.h.
 std::vector<Verdict> compare_step(const Scenario& scenario, const StepTrace& subject,
                                   const Expectation& expectation);
 

@@ -1,12 +1,15 @@
 #include "conformance/fsdp_subject.h"
 
 #include <fsdp/fully_shard.h>
+#include <fsdp/grad_scaler.h>
 #include <fsdp/process_group.h>
 #include <torch/optim.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <functional>
+#include <limits>
 #include <mutex>
 #include <thread>
 
@@ -115,6 +118,120 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerSpec& spe
                                                    .weight_decay(spec.weight_decay));
 }
 
+fsdp::ShardingStrategy strategy_of(const Scenario& scenario) {
+  using S = fsdp::ShardingStrategy;
+  for (const auto strategy :
+       {S::full_shard, S::shard_grad_op, S::no_shard, S::hybrid_shard, S::hybrid_shard_zero2}) {
+    if (scenario.strategy == fsdp::to_string(strategy)) {
+      return strategy;
+    }
+  }
+  throw ScenarioError("strategy is \"" + scenario.strategy + "\"; wanted: one of fsdp.h");
+}
+
+fsdp::BackwardPrefetch prefetch_of(const std::string& name) {
+  return name == "pre"    ? fsdp::BackwardPrefetch::pre
+         : name == "post" ? fsdp::BackwardPrefetch::post
+                          : fsdp::BackwardPrefetch::none;
+}
+
+std::optional<at::ScalarType> dtype_if_set(const std::string& name) {
+  return name.empty() ? std::nullopt : std::optional<at::ScalarType>(dtype_named(name));
+}
+
+/// What every unit of the model is made with; the root's outputs are cast besides.
+fsdp::FullyShardOptions unit_options(const Scenario& scenario, const fsdp::RankContext& context) {
+  fsdp::FullyShardOptions options;
+  options.strategy = strategy_of(scenario);
+  if (scenario.strategy.starts_with("hybrid")) {
+    options.mesh = fsdp::make_device_mesh(context.process_group, scenario.replicas);
+  } else {
+    options.process_group = context.process_group;
+  }
+  if (scenario.schedule.reshard_after_forward >= 0) {
+    options.reshard_after_forward = scenario.schedule.reshard_after_forward;
+  }
+  options.forward_prefetch = scenario.schedule.forward_prefetch;
+  options.backward_prefetch = prefetch_of(scenario.schedule.backward_prefetch);
+  options.limit_gathers = scenario.schedule.limit_gathers;
+  options.mixed_precision.param_dtype = dtype_if_set(scenario.precision.parameter);
+  options.mixed_precision.reduce_dtype = dtype_if_set(scenario.precision.reduce);
+  options.mixed_precision.buffer_dtype = dtype_if_set(scenario.precision.buffer);
+  if (scenario.divide.post > 0) {
+    options.gradient_predivide_factor = scenario.divide.pre > 0 ? scenario.divide.pre : 1;
+    options.gradient_postdivide_factor = scenario.divide.post;
+  }
+  return options;
+}
+
+/// Norms that compute in full precision are units of their own, with no policy but that of the
+/// reduction.
+void shard_exempt_norms(Model& model, const Scenario& scenario, fsdp::FullyShardOptions options) {
+  options.mixed_precision = {};
+  options.mixed_precision.reduce_dtype = dtype_named(reduce_dtype(scenario));
+  for (const auto& module : model->modules(/*include_self=*/false)) {
+    if (std::dynamic_pointer_cast<NormImpl>(module) != nullptr) {
+      fsdp::fully_shard(module, options);
+    }
+  }
+}
+
+/// Fills modules that were made without memory from a whole copy of the model.
+std::function<void(torch::nn::Module&)> filler(
+    const Model& model, const Scenario& scenario,
+    const std::map<std::string, torch::Tensor>& initial) {
+  auto source = std::make_shared<Model>(make_model(scenario));
+  load_parameters(**source, initial);
+  return [source, &model = *model](torch::nn::Module& module) {
+    const auto named = model.named_modules();
+    const auto named_sources = (*source)->named_modules();
+    for (const auto& candidate : named) {
+      if (candidate.value().get() != &module) {
+        continue;
+      }
+      const auto& from = named_sources[candidate.key()];
+      for (const auto& own : module.named_parameters(/*recurse=*/false)) {
+        own.value().copy_(from->named_parameters(/*recurse=*/false)[own.key()]);
+      }
+      for (const auto& own : module.named_buffers(/*recurse=*/false)) {
+        own.value().copy_(from->named_buffers(/*recurse=*/false)[own.key()]);
+      }
+      return;
+    }
+  };
+}
+
+/// Makes the model of one rank and its units, the way the scenario says.
+void shard_model(Model& model, const Scenario& scenario,
+                 const std::map<std::string, torch::Tensor>& initial,
+                 const fsdp::RankContext& context) {
+  auto options = unit_options(scenario, context);
+  if (scenario.construction == "meta") {
+    fsdp::to_meta(*model);
+    options.device = torch::kCPU;
+    options.param_init_fn = filler(model, scenario, initial);
+  } else if (scenario.construction == "sync" && context.rank != 0) {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) {
+      parameter.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+    options.sync_module_states = true;
+  } else {
+    load_parameters(*model, initial);
+    options.sync_module_states = scenario.construction == "sync";
+  }
+  if (scenario.precision.exempt_norms) {
+    shard_exempt_norms(model, scenario, options);
+  }
+  if (scenario.wrap == "layer") {
+    for (const auto& layer : model->layers()) {
+      fsdp::fully_shard(layer.module, options);
+    }
+  }
+  options.mixed_precision.output_dtype = dtype_if_set(scenario.precision.output);
+  fsdp::fully_shard(model, options);
+}
+
 /// One rank's training run.
 class RankTrainer {
  public:
@@ -125,14 +242,8 @@ class RankTrainer {
         rank_(context.rank),
         data_(scenario),
         model_(make_model(scenario)) {
-    load_parameters(*model_, initial);
-    if (scenario.wrap == "layer") {
-      for (const auto& layer : model_->layers()) {
-        fsdp::fully_shard(layer.module, {context.process_group});
-      }
-    }
-    fsdp::fully_shard(model_, {context.process_group});
-    optimizer_ = make_optimizer(scenario.optimizer, model_->parameters());
+    // Before sharding, because hooks that are added later see an output earlier: what is recorded
+    // is what the unit gives to its caller.
     record_outputs(model_, [this](const std::string& name, const torch::Tensor& output) {
       add(Quantity::output, name + "@m" + std::to_string(micro_batch_), output.sizes().vec(),
           Placement::per_rank, 0, output);
@@ -141,6 +252,17 @@ class RankTrainer {
       record_outputs(model_, [this](const std::string&, const torch::Tensor&) {
         options_.in_forward(rank_, step_);
       });
+    }
+    shard_model(model_, scenario, initial, context);
+    std::vector<torch::Tensor> parameters;
+    for (const auto& placement : fsdp::shard_placements(*model_)) {
+      parameters.push_back(placement.parameter);
+    }
+    optimizer_ = make_optimizer(scenario.optimizer, std::move(parameters));
+    if (scenario.loss_scale > 0) {
+      fsdp::GradScalerOptions scaling;
+      scaling.init_scale = scenario.loss_scale;
+      scaler_.emplace(scaling, context.process_group);
     }
     if (options.fault != nullptr) {
       fault_ = options.fault->make_observer(scenario, rank_);
@@ -164,15 +286,26 @@ class RankTrainer {
     // Backward runs from the last layer to the first.
     const auto add_gradients = [&](Quantity quantity) {
       for (auto placement = placements.rbegin(); placement != placements.rend(); ++placement) {
-        add_shard(quantity, placement->name, *placement, placement->parameter.grad());
+        if (placement->parameter.grad().defined()) {
+          add_shard(quantity, placement->name, *placement, placement->parameter.grad());
+        }
       }
     };
+    if (scaler_) {
+      scaler_->unscale_(*optimizer_);
+    }
     add_gradients(Quantity::gradient);
-    const auto norm = scenario_.max_norm > 0 ? fsdp::clip_grad_norm_(*model_, scenario_.max_norm)
-                                             : fsdp::grad_norm(*model_);
+    const auto norm = scenario_.max_norm > 0
+                          ? fsdp::clip_grad_norm_(*model_, scenario_.max_norm, scenario_.norm_type)
+                          : fsdp::grad_norm(*model_, scenario_.norm_type);
     add(Quantity::total_norm, "total_norm", {}, Placement::replicated, 0, norm);
     add_gradients(Quantity::clipped_gradient);
-    optimizer_->step();
+    if (scaler_) {
+      scaler_->step(*optimizer_);
+      scaler_->update(scenario_.loss_scale);  // the scenario's scale stays as it is
+    } else {
+      optimizer_->step();
+    }
     for (const auto& placement : placements) {
       add_shard(Quantity::parameter, placement.name, placement, placement.parameter);
     }
@@ -186,10 +319,18 @@ class RankTrainer {
   void forward_and_backward() {
     std::vector<torch::Tensor> losses;
     for (micro_batch_ = 0; micro_batch_ < scenario_.micro_batches; ++micro_batch_) {
+      const bool is_last = micro_batch_ + 1 == scenario_.micro_batches;
+      fsdp::set_requires_gradient_sync(*model_, scenario_.accumulation != "last" || is_last);
+      fsdp::set_requires_all_reduce(*model_,
+                                    scenario_.accumulation != "last_all_reduce" || is_last);
       const auto batch = data_.batch(step_, micro_batch_, rank_);
-      const auto loss = model_->loss(model_(batch.input), batch.target);
+      auto loss = model_->training_loss(
+          [this](const torch::Tensor& input) { return model_(input); }, batch.input, batch.target);
       losses.push_back(loss.detach());
-      (scenario_.micro_batches > 1 ? loss / scenario_.micro_batches : loss).backward();
+      if (scenario_.micro_batches > 1) {
+        loss = loss / scenario_.micro_batches;
+      }
+      (scaler_ ? scaler_->scale(loss) : loss).backward();
     }
     add(Quantity::loss, "loss", {scenario_.micro_batches}, Placement::per_rank, 0,
         torch::stack(losses));
@@ -239,6 +380,7 @@ class RankTrainer {
   Dataset data_;
   Model model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::optional<fsdp::GradScaler> scaler_;
   std::unique_ptr<StepObserver> fault_;
   int step_ = 0;
   int micro_batch_ = 0;

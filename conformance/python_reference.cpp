@@ -484,7 +484,8 @@ PythonReference::Impl::Impl(const Scenario& scenario,
   try {
     child = std::make_unique<Child>(command, stderr_file);
   } catch (const PythonReferenceError& error) {
-    refuse_python(fmt::format("{} could not be started: {}", options.python.string(), error.what()));
+    refuse_python(
+        fmt::format("{} could not be started: {}", options.python.string(), error.what()));
   }
 }
 
@@ -525,8 +526,7 @@ json PythonReference::Impl::await_answer(std::string_view wanted) {
       break;
     case Child::Received::timeout:
       try {
-        fail(fmt::format("no answer within {} s", options.timeout.count()), wanted,
-             kCureTime);
+        fail(fmt::format("no answer within {} s", options.timeout.count()), wanted, kCureTime);
       } catch (const PythonReferenceError& error) {
         throw PythonReferenceTimeout(error.what());
       }
@@ -575,9 +575,10 @@ void PythonReference::Impl::await_start() {
     fail(fmt::format("it answered {}", shown(answer.dump())), wanted, kCureProgram);
   }
   if (!torch->get<std::string>().starts_with(torch_version() + ".")) {
-    refuse_python(fmt::format("{} has torch {} and not that of this program, on whose kernels the "
-                              "bits depend",
-                              options.python.string(), torch->get<std::string>()));
+    refuse_python(
+        fmt::format("{} has torch {} and not that of this program, on whose kernels the "
+                    "bits depend",
+                    options.python.string(), torch->get<std::string>()));
   }
   started = true;
 }
@@ -657,8 +658,7 @@ void PythonReference::Impl::finish() {
   }
   const auto status = child->wait(deadline);
   if (!status) {
-    fail(fmt::format("it did not end within {} s", options.timeout.count()), wanted,
-         kCureTime);
+    fail(fmt::format("it did not end within {} s", options.timeout.count()), wanted, kCureTime);
   }
   if (*status != 0) {
     fail(describe_end(*status), wanted, kCureStderr);

@@ -74,8 +74,8 @@ std::string render_html(const RunSummary& summary, const std::vector<StepCell>& 
 std::string spell_value(double value);
 
 /// A folder of results. Everything is written into a hidden folder beside and renamed into place by
-/// finish(); an unfinished report leaves nothing behind, not even if a signal ends the program. Throws FileError (trace_io.h) if the
-/// folder cannot be written.
+/// finish(); an unfinished report leaves nothing behind, not even if a signal ends the program.
+/// Throws FileError (trace_io.h) if the folder cannot be written.
 class ReportWriter {
  public:
   explicit ReportWriter(std::filesystem::path folder);

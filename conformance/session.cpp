@@ -91,6 +91,28 @@ std::map<std::string, torch::Tensor> starting_weights(const SessionOptions& opti
   return weights;
 }
 
+/// Why the whole batch on one device says nothing about a sharded run, or "".
+std::string why_no_whole_batch(const Scenario& scenario) {
+  if (scenario.model.dropout > 0) {
+    return "each rank draws its own dropout masks";
+  }
+  const auto& precision = scenario.precision;
+  for (const auto& dtype : {scenario.dtype, parameter_dtype(scenario), reduce_dtype(scenario),
+                            precision.output, precision.buffer}) {
+    if (dtype == "bfloat16" || dtype == "float16") {
+      return fmt::format(
+          "something is computed in {}, whose roundings are too large for the bounds", dtype);
+    }
+    if (!dtype.empty() && dtype != scenario.dtype) {
+      return fmt::format("something is computed in {} and the rest in {}", dtype, scenario.dtype);
+    }
+  }
+  if (scenario.loss_scale > 0) {
+    return "whether a step is left out for its scaled gradient depends on how the sums are rounded";
+  }
+  return "";
+}
+
 /// The references that a scenario allows, and what each computes at a step.
 class References {
  public:
@@ -109,16 +131,15 @@ class References {
       notes.push_back(
           "python: left out as asked; the C++ replay was not held to an independent reference");
     }
-    if (scenario_.model.dropout > 0) {
-      notes.push_back(
-          "whole, float64: not applicable, since each rank draws its own dropout masks");
-    } else if (!lockstep_) {
-      notes.push_back(
-          "whole, float64: not applicable, since their bounds hold for one step from the subject's "
-          "own state");
-    } else if (scenario_.dtype == "float64") {
-      notes.push_back(
-          "whole, float64: not applicable, since there is no wider dtype to derive a bound from");
+    auto reason = why_no_whole_batch(scenario_);
+    if (reason.empty() && !lockstep_) {
+      reason = "their bounds hold for one step from the subject's own state";
+    }
+    if (reason.empty() && scenario_.dtype == "float64") {
+      reason = "there is no wider dtype to derive a bound from";
+    }
+    if (!reason.empty()) {
+      notes.push_back("whole, float64: not applicable, since " + reason);
     } else {
       whole_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::whole, weights);
       float64_ = std::make_unique<ReferenceTrainer>(scenario_, ReferenceMode::float64, weights);
@@ -234,9 +255,15 @@ void refuse_what_is_not_here(const Scenario& scenario) {
 
 /// Numbers that the dtype cannot hold would be rounded to infinity or zero on the way.
 void refuse_what_the_dtype_cannot_hold(const Scenario& scenario) {
-  const bool wide = scenario.dtype == "float64";
-  const double largest = wide ? 1e150 : 1e18;
-  const double smallest = wide ? 1e-150 : 1e-18;
+  double largest = 1e18;
+  double smallest = 1e-18;
+  if (scenario.dtype == "float64") {
+    largest = 1e150;
+    smallest = 1e-150;
+  } else if (scenario.dtype == "float16") {  // from 2^-24 to 65504
+    largest = 250;
+    smallest = 2.5e-4;
+  }
   const auto check = [&](const char* field, double value) {
     if (value != 0 && (value > largest || value < smallest)) {
       throw ScenarioError(fmt::format(
@@ -288,7 +315,7 @@ RunSummary run_session(const SessionOptions& options) {
   const auto weights = starting_weights(options);
   References references(options, scenario, weights, scratch.path(), summary.notes);
   std::optional<FreeRun> free_run;
-  if (options.lockstep && options.fault == nullptr && options.scenario.model.dropout == 0) {
+  if (options.lockstep && options.fault == nullptr && why_no_whole_batch(scenario).empty()) {
     free_run.emplace(scenario, weights);
   }
   FsdpSubject::Options subject_options;
@@ -296,12 +323,13 @@ RunSummary run_session(const SessionOptions& options) {
   subject_options.strikes = std::make_shared<StrikeLog>();
   subject_options.timeout = options.timeout;
   FsdpSubject subject(scenario, weights, subject_options);
-  TrainingGuards guards(scenario);
+  TrainingGuards guards(scenario, weights);
 
   std::vector<Verdict> verdicts;
   TrainingState before;
   before.parameters = weights;
   std::int64_t failed = 0;
+  std::int64_t left_out = 0;
   while (auto trace = subject.next()) {
     refuse_non_finite_losses(*trace);
     auto free_step = std::async(std::launch::async, [&] {
@@ -325,9 +353,15 @@ RunSummary run_session(const SessionOptions& options) {
     if (free_run && trace->step + 1 == options.scenario.steps) {
       summary.notes.push_back(free_run->distance_from(*trace));
     }
-    before = state_after(*trace);
+    left_out += scenario.loss_scale > 0 && has_non_finite_gradient(*trace) ? 1 : 0;
+    before = state_after(*trace, left_out);
   }
   references.finish();
+  if (left_out > 0) {
+    summary.notes.push_back(fmt::format(
+        "{} of {} steps were left out by the optimizer, because a scaled gradient was not finite",
+        left_out, options.scenario.steps));
+  }
 
   summary.strikes = subject_options.strikes->strikes();
   if (options.fault != nullptr && summary.strikes.empty()) {

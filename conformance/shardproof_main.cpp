@@ -65,12 +65,12 @@ void refuse_other_than(CLI::Option* option) {
     T number{};
     const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
     if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size()) {
-      throw fsdp::UsageError(fmt::format(
-          "{} is {}; wanted: {} ({})", option->get_name(), text,
-          std::is_floating_point_v<T> ? "a number that a double can hold"
-          : std::is_signed_v<T>       ? "a whole number"
-                                      : "a whole number from 0 to 2^64 - 1",
-          option->get_description()));
+      throw fsdp::UsageError(
+          fmt::format("{} is {}; wanted: {} ({})", option->get_name(), text,
+                      std::is_floating_point_v<T> ? "a number that a double can hold"
+                      : std::is_signed_v<T>       ? "a whole number"
+                                                  : "a whole number from 0 to 2^64 - 1",
+                      option->get_description()));
     }
     return std::string();
   });
@@ -82,6 +82,9 @@ class ScenarioOptions {
  public:
   explicit ScenarioOptions(CLI::App& app) : app_(app) {}
 
+  /// The heading in the help that later options stand under.
+  void group(std::string name) { group_ = std::move(name); }
+
   template <typename T>
   void add(const std::string& names, T Scenario::*field, const std::string& help) {
     add_with(
@@ -91,11 +94,18 @@ class ScenarioOptions {
   void add_with(const std::string& names, Access access, const std::string& help) {
     using T = std::remove_reference_t<decltype(access(defaults_))>;
     auto value = std::make_shared<T>(access(defaults_));
-    auto* option = app_.add_option(names, *value, help)->group("Scenario");
-    if constexpr (!std::is_same_v<T, std::vector<std::int64_t>>) {
+    CLI::Option* option = nullptr;
+    if constexpr (std::is_same_v<T, bool>) {
+      option = app_.add_flag(names, *value, help);
+    } else {
+      option = app_.add_option(names, *value, help);
+    }
+    option->group(group_);
+    if constexpr (!std::is_same_v<T, std::vector<std::int64_t>> &&
+                  !std::is_same_v<T, std::vector<std::string>>) {
       option->capture_default_str();
     }
-    if constexpr (std::is_arithmetic_v<T>) {
+    if constexpr (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) {
       refuse_other_than<T>(option);
     } else if constexpr (std::is_same_v<T, std::vector<std::int64_t>>) {
       refuse_other_than<std::int64_t>(option);
@@ -116,13 +126,16 @@ class ScenarioOptions {
 
  private:
   CLI::App& app_;
+  std::string group_;
   Scenario defaults_;
   std::vector<std::function<void(Scenario&)>> changes_;
 };
 
-void add_scenario_options(ScenarioOptions& options) {
+void add_model_options(ScenarioOptions& options) {
+  options.group("Scenario: model and data");
   options.add_with(
-      "--model", [](Scenario& s) -> std::string& { return s.model.kind; }, "transformer or mlp");
+      "--model", [](Scenario& s) -> std::string& { return s.model.kind; },
+      "transformer, mlp or quirks");
   options.add_with(
       "--layers", [](Scenario& s) -> std::int64_t& { return s.model.layers; },
       "transformer: blocks");
@@ -138,14 +151,31 @@ void add_scenario_options(ScenarioOptions& options) {
       "--vocabulary", [](Scenario& s) -> std::int64_t& { return s.model.vocabulary; },
       "transformer: token values; at least 256 for text");
   options.add_with(
+      "--tied", [](Scenario& s) -> bool& { return s.model.tied; },
+      "transformer: the output layer's weight is the token embedding's");
+  options.add_with(
       "--sizes", [](Scenario& s) -> std::vector<std::int64_t>& { return s.model.sizes; },
       "mlp: layer sizes from input to output");
+  options.add_with(
+      "--depth", [](Scenario& s) -> std::int64_t& { return s.model.depth; }, "quirks: layers");
+  options.add_with(
+      "--quirk-width", [](Scenario& s) -> std::int64_t& { return s.model.quirk_width; },
+      "quirks: width");
+  options.add_with(
+      "--quirks", [](Scenario& s) -> std::vector<std::string>& { return s.model.quirks; },
+      fmt::format("quirks: any of {}", fmt::join(quirk_names(), " ")));
   options.add_with(
       "--dropout", [](Scenario& s) -> double& { return s.model.dropout; },
       "probability that an element is dropped");
   options.add_with(
       "--data", [](Scenario& s) -> std::string& { return s.data.kind; },
       "bytes (of the corpus) or synthetic");
+  options.add("--seed", &Scenario::seed, "of weights, data and dropout");
+  options.add("--batch", &Scenario::batch, "samples per rank and micro-batch");
+}
+
+void add_training_options(ScenarioOptions& options) {
+  options.group("Scenario: optimizer and clipping");
   options.add_with(
       "--optimizer", [](Scenario& s) -> std::string& { return s.optimizer.kind; }, "adamw or sgd");
   options.add_with(
@@ -161,17 +191,75 @@ void add_scenario_options(ScenarioOptions& options) {
   options.add_with(
       "--weight-decay", [](Scenario& s) -> double& { return s.optimizer.weight_decay; },
       "weight decay");
-  options.add("--seed", &Scenario::seed, "of weights, data and dropout");
-  options.add("--world,--world-size", &Scenario::world_size, "ranks, 1 to 512");
-  options.add("--strategy", &Scenario::strategy, "full_shard");
-  options.add("--wrap", &Scenario::wrap, "layer (each layer is a unit) or model (one unit)");
-  options.add("--dtype", &Scenario::dtype, "float32 or float64");
   options.add("--max-norm", &Scenario::max_norm, "gradient clipping; 0 for none");
-  options.add("--micro-batches", &Scenario::micro_batches, "gradient accumulation");
-  options.add("--batch", &Scenario::batch, "samples per rank and micro-batch");
+  options.add("--norm-type", &Scenario::norm_type, "p of the gradients' norm, above 0; or inf");
   options.add("--steps", &Scenario::steps, "optimizer steps");
+}
+
+void add_precision_options(ScenarioOptions& options) {
+  options.group("Scenario: precision (float32, float64, bfloat16, float16)");
+  options.add("--dtype", &Scenario::dtype, "of the parameters that are kept and optimised");
+  options.add_with(
+      "--param-dtype", [](Scenario& s) -> std::string& { return s.precision.parameter; },
+      "of forward and backward; default: as --dtype");
+  options.add_with(
+      "--reduce-dtype", [](Scenario& s) -> std::string& { return s.precision.reduce; },
+      "of gradients while they are summed over ranks; default: as --param-dtype");
+  options.add_with(
+      "--output-dtype", [](Scenario& s) -> std::string& { return s.precision.output; },
+      "that the model's output is cast to; default: no cast");
+  options.add_with(
+      "--buffer-dtype", [](Scenario& s) -> std::string& { return s.precision.buffer; },
+      "of floating-point buffers; default: as --dtype");
+  options.add_with(
+      "--exempt-norms", [](Scenario& s) -> bool& { return s.precision.exempt_norms; },
+      "transformer: LayerNorms compute in --dtype");
+  options.add("--loss-scale", &Scenario::loss_scale,
+              "factor of the loss before backward; steps that overflow are left out; 0 for none");
+}
+
+void add_sharding_options(ScenarioOptions& options) {
+  options.group("Scenario: sharding");
+  options.add("--world,--world-size", &Scenario::world_size, "ranks, 1 to 512");
+  options.add("--strategy", &Scenario::strategy,
+              "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2");
+  options.add("--replicas", &Scenario::replicas,
+              "hybrids: groups of ranks that each hold the whole model; divides the ranks");
+  options.add("--wrap", &Scenario::wrap, "layer (each layer is a unit) or model (one unit)");
+  options.add("--micro-batches", &Scenario::micro_batches, "gradient accumulation");
+  options.add("--accumulation", &Scenario::accumulation,
+              "gradients are reduced after each micro-batch (each) or the last (last); hybrids "
+              "may wait with the replicas only (last_all_reduce)");
+  options.add_with(
+      "--divide-pre", [](Scenario& s) -> double& { return s.divide.pre; },
+      "gradients are divided by it before the sum over ranks; 0: automatic");
+  options.add_with(
+      "--divide-post", [](Scenario& s) -> double& { return s.divide.post; },
+      "and by it after the sum; 0: automatic");
+  options.add_with(
+      "--reshard", [](Scenario& s) -> int& { return s.schedule.reshard_after_forward; },
+      "after forward: 0 keep, 1 free, g > 1 keep within groups of g ranks; -1: as the strategy");
+  options.add_with(
+      "--forward-prefetch", [](Scenario& s) -> int& { return s.schedule.forward_prefetch; },
+      "units gathered ahead in forward, 0 to 8");
+  options.add_with(
+      "--backward-prefetch",
+      [](Scenario& s) -> std::string& { return s.schedule.backward_prefetch; },
+      "pre, post or none");
+  options.add_with(
+      "--limit-gathers", [](Scenario& s) -> int& { return s.schedule.limit_gathers; },
+      "gathers under way at once; 0 for no limit");
+  options.add("--construction", &Scenario::construction,
+              "plain, meta (made without storage) or sync (only rank 0 has the weights)");
   options.add("--backend", &Scenario::backend, "in_process");
   options.add("--device", &Scenario::device, "cpu");
+}
+
+void add_scenario_options(ScenarioOptions& options) {
+  add_model_options(options);
+  add_training_options(options);
+  add_precision_options(options);
+  add_sharding_options(options);
 }
 
 Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& options) {
@@ -183,9 +271,9 @@ Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& optio
   if (!arguments.corpus.empty()) {
     scenario.data.corpus = expand_corpus(arguments.corpus);
   }
-  // An mlp reads numbers, so text is only the default of the transformer.
-  if (scenario.model.kind == "mlp" && scenario.data.kind == "bytes" && arguments.corpus.empty() &&
-      !options.names_data()) {
+  // The others read numbers, so text is only the default of the transformer.
+  if (scenario.model.kind != "transformer" && scenario.data.kind == "bytes" &&
+      arguments.corpus.empty() && !options.names_data()) {
     scenario.data.kind = "synthetic";
   }
   if (scenario.data.kind == "bytes" && scenario.data.corpus.empty()) {

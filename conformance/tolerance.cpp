@@ -28,7 +28,9 @@
 //     the gradients' computation, so its relative error is less than theirs.
 //   total_norm   By the triangle inequality the norm moves by no more than the norm of the
 //   gradients'
-//     error: K sqrt(sum of squares of trusted - float64) + 4u norm.
+//     error: K |trusted - float64|_p + 4u norm. For p < 1, where it does not hold, |a + b|_p^p <=
+//     |a|_p^p + |b|_p^p does: with V = |float64|_p^p and E = K^p |trusted - float64|_p^p, the norm
+//     moves by no more than (V + E)^(1/p) - V^(1/p).
 //   clipped_gradient  c = min(1, max_norm / (norm + 1e-6)) over the interval of the norm, times the
 //     gradient over its interval: dc (|g| + dg) + c dg + 4u |c g|.
 //   parameter, optimizer_state   One step of the optimizer from the same state is a function of one
@@ -80,6 +82,8 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+
+#include "reference/models.h"
 
 namespace shardproof {
 namespace {
@@ -160,6 +164,45 @@ ErrorSums error_sums(const at::Tensor& trusted, const at::Tensor& float64) {
     return error_sums(values, exact.const_data_ptr<double>(), exact.numel());
   });
 }
+
+/// p-norms of a run's errors and of the float64 run's values, over the elements that are finite in
+/// both.
+class NormSums {
+ public:
+  explicit NormSums(double p) : p_(p) {}
+
+  void add(const at::Tensor& trusted, const at::Tensor& float64) {
+    const at::Tensor exact = as_float64(float64);
+    const auto* values = exact.const_data_ptr<double>();
+    with_values(trusted, [&](const auto* narrow) {
+      for (std::int64_t i = 0; i < exact.numel(); ++i) {
+        const double error = std::fabs(static_cast<double>(narrow[i]) - values[i]);
+        if (error <= std::numeric_limits<double>::max()) {
+          add(errors_, error);
+          add(values_, std::fabs(values[i]));
+        }
+      }
+    });
+  }
+  double norm() const { return root(values_); }
+  /// How far the norm of a run may be whose errors are `factor` times as large.
+  double error(double factor) const {
+    if (p_ >= 1) {
+      return factor * root(errors_);
+    }
+    return root(values_ + std::pow(factor, p_) * errors_) - root(values_);
+  }
+
+ private:
+  void add(double& sum, double magnitude) const {
+    sum = std::isinf(p_) ? std::max(sum, magnitude) : sum + std::pow(magnitude, p_);
+  }
+  double root(double sum) const { return std::isinf(p_) ? sum : std::pow(sum, 1 / p_); }
+
+  double p_;
+  double errors_ = 0;
+  double values_ = 0;
+};
 
 /// Of the terms that were added up, if it is known and finite, else of the sums.
 double root_mean_square_of_terms(const ErrorSums& sums, const at::Tensor& magnitude) {
@@ -360,16 +403,17 @@ double mean_loss_of(const StepTrace& trace) {
 StepBounds::StepBounds(const Scenario& scenario, const StepTrace& trusted, const StepTrace& float64,
                        const TrainingState& start)
     : scenario_(scenario), float64_(float64), start_(start) {
-  const at::ScalarType dtype = scenario.dtype == "float64" ? at::kDouble : at::kFloat;
-  u_ = unit_roundoff(dtype) + unit_roundoff(at::kDouble);
+  u_ = unit_roundoff(dtype_named(scenario.dtype)) + unit_roundoff(at::kDouble);
 
   std::map<std::string, ErrorSums> sums;
   ErrorSums pooled;
+  NormSums norms(scenario.norm_type);
   for (const TraceTensor& tensor : float64.tensors) {
     if (tensor.quantity == Quantity::gradient) {
-      sums[tensor.name] =
-          error_sums(whole(trusted, Quantity::gradient, tensor.name), assemble(tensor));
+      const at::Tensor of_trusted = whole(trusted, Quantity::gradient, tensor.name);
+      sums[tensor.name] = error_sums(of_trusted, assemble(tensor));
       pooled += sums[tensor.name];
+      norms.add(of_trusted, assemble(tensor));
     }
   }
   const double relative_error = relative(pooled);
@@ -383,8 +427,8 @@ StepBounds::StepBounds(const Scenario& scenario, const StepTrace& trusted, const
               std::max(std::fabs(mean_loss_of(trusted) - loss), relative_error * std::fabs(loss)) +
           kLossUlps * u_ * std::fabs(loss);
 
-  const double norm = std::sqrt(pooled.value_squares);
-  norm_ = kErrorFactor * std::sqrt(pooled.error_squares) + kNormUlps * u_ * norm;
+  const double norm = norms.norm();
+  norm_ = norms.error(kErrorFactor) + kNormUlps * u_ * norm;
 
   if (scenario.max_norm > 0) {
     const auto factor = [&](double of_norm) {
@@ -440,6 +484,10 @@ at::Tensor StepBounds::allowed(Quantity quantity, const std::string& name) const
     case Quantity::clipped_gradient:
       return from_value(clipped_gradient(name));
     case Quantity::parameter:
+      if (float64_.find(Quantity::gradient, name) == nullptr) {
+        // Frozen or unused: it stays where it was, in every dtype.
+        return torch::zeros_like(centre(quantity, name));
+      }
       return scenario_.optimizer.kind == "sgd" ? sgd_parameter(name) : adamw_parameter(name);
     case Quantity::optimizer_state: {
       const std::size_t slash = name.find('/');
@@ -523,7 +571,7 @@ at::Tensor StepBounds::sgd_parameter(const std::string& name) const {
 }
 
 at::Tensor StepBounds::adamw_parameter(const std::string& name) const {
-  const AdamwUpdate update(scenario_.optimizer, start_.steps_done + 1);
+  const AdamwUpdate update(scenario_.optimizer, start_.optimizer_steps() + 1);
   const Affine error = clipped_gradient(name);
   const at::Tensor gradients = centre(Quantity::clipped_gradient, name);
   const at::Tensor before = begun(name);

@@ -1,42 +1,25 @@
 #pragma once
 // Traces on disk: a folder with trace.json and one safetensors file per step, so that any program
 // in any language can be a subject or a reference. The format is described in
-// conformance/trace-format.md. Also safetensors files by themselves, for weights and states.
+// conformance/trace-format.md.
 
-#include <torch/types.h>
+#include <fsdp/errors.h>
+#include <fsdp/safetensors.h>
+
 #include <filesystem>
-#include <map>
-#include <stdexcept>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "reference/scenario.h"
 #include "reference/trace.h"
 
 namespace shardproof {
 
-/// A file is missing, truncated, malformed or of another version; the message names the file, the
-/// place, and how to make it again.
-struct FileError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-struct SafetensorsFile {
-  std::map<std::string, torch::Tensor> tensors;
-  std::map<std::string, std::string> metadata;
-};
-
-/// Reads the whole file. Every length and offset is checked against the file before it is used.
-SafetensorsFile read_safetensors(const std::filesystem::path& path);
-/// Writes beside and renames, so that a reader never sees half a file; on failure (disk full)
-/// nothing is left behind and a FileError is thrown.
-void write_safetensors(const std::filesystem::path& path, const SafetensorsFile& file);
-
-/// Writes the parts one after another into a hidden file beside `path` and renames it into place.
-/// On failure (no such folder, disk full) the hidden file is removed, what `path` named before is
-/// untouched, and a FileError is thrown.
-void write_file(const std::filesystem::path& path, const std::vector<std::string_view>& parts);
+using fsdp::FileError;
+using fsdp::read_safetensors;
+using fsdp::SafetensorsFile;
+using fsdp::write_file;
+using fsdp::write_safetensors;
 
 /// "per_rank", "replicated", "sharded", "single".
 std::string_view to_string(Placement placement);
@@ -48,7 +31,7 @@ void write_step(const std::filesystem::path& path, const StepTrace& step);
 StepTrace read_step(const std::filesystem::path& path);
 
 /// A state as one file and back: keys "parameter/NAME" and "optimizer_state/KIND/NAME", metadata
-/// "steps_done".
+/// "steps_done" and "optimizer_steps" (read as steps_done if it is missing).
 void write_state(const std::filesystem::path& path, const TrainingState& state);
 TrainingState read_state(const std::filesystem::path& path);
 

@@ -13,7 +13,9 @@
 #include <set>
 #include <utility>
 
+#include "conformance/comparison.h"
 #include "conformance/float_format.h"
+#include "reference/models.h"
 
 namespace shardproof {
 namespace {
@@ -75,9 +77,20 @@ std::string listed(const std::vector<std::string>& names) {
 }  // namespace
 
 struct TrainingGuards::Impl {
-  explicit Impl(const Scenario& asked) : scenario(asked) {}
+  Impl(const Scenario& asked, std::map<std::string, at::Tensor> asked_start)
+      : scenario(asked), start(std::move(asked_start)) {
+    for (const auto& [name, parameter] : parameters_of(*make_model(asked))) {
+      if (!parameter.requires_grad()) {
+        frozen.insert(name);
+      }
+    }
+  }
 
   Scenario scenario;
+  std::map<std::string, at::Tensor> start;  // the weights before the first step, if known
+  std::set<std::string> frozen;
+  int left_out = 0;          // steps whose scaled gradient was not finite
+  bool is_left_out = false;  // the step that is being observed
   int steps = 0;
   int last_step = -1;
   std::vector<double> losses;                 // the mean at each step
@@ -95,6 +108,8 @@ struct TrainingGuards::Impl {
   std::set<std::string> not_by_rank;  // quantities of which only one copy was recorded
 
   void observe(const StepTrace& trace) {
+    is_left_out = scenario.loss_scale > 0 && has_non_finite_gradient(trace);
+    left_out += is_left_out ? 1 : 0;
     observe_steps(trace);
     for (const TraceTensor& tensor : trace.tensors) {
       observe(tensor, trace);
@@ -138,8 +153,11 @@ struct TrainingGuards::Impl {
     std::set<std::string> tensors;
     std::set<Quantity> quantities;
     for (const TraceTensor& tensor : trace.tensors) {
-      tensors.insert(fmt::format("{} \"{}\"", to_string(tensor.quantity), tensor.name));
       quantities.insert(tensor.quantity);
+      // The optimizer has no state before the first step that it is not left out of.
+      if (tensor.quantity != Quantity::optimizer_state || scenario.loss_scale == 0) {
+        tensors.insert(fmt::format("{} \"{}\"", to_string(tensor.quantity), tensor.name));
+      }
     }
     if (irregularity.empty()) {
       irregularity = missing_quantity(trace.step, quantities);
@@ -159,7 +177,8 @@ struct TrainingGuards::Impl {
     std::vector<Quantity> required = {Quantity::output,           Quantity::loss,
                                       Quantity::gradient,         Quantity::total_norm,
                                       Quantity::clipped_gradient, Quantity::parameter};
-    if (scenario.optimizer.kind != "sgd" || scenario.optimizer.momentum != 0) {
+    const bool has_state = scenario.optimizer.kind != "sgd" || scenario.optimizer.momentum != 0;
+    if (has_state && left_out <= steps) {
       required.push_back(Quantity::optimizer_state);
     }
     for (const Quantity quantity : required) {
@@ -194,6 +213,10 @@ struct TrainingGuards::Impl {
 
   void observe_gradient(const TraceTensor& gradient, const StepTrace& trace) {
     bool& seen = gradient_seen[gradient.name];
+    // Of a gradient that is not finite neither its size nor clipping says anything.
+    if (is_left_out) {
+      return;
+    }
     for (const Piece& piece : gradient.pieces) {
       seen = seen || has_nonzero(piece.values);
     }
@@ -218,7 +241,26 @@ struct TrainingGuards::Impl {
     }
     const auto [first, is_new] = first_parameters.emplace(tensor.name, hash);
     bool& moved = parameter_moved[tensor.name];
-    moved = moved || (!is_new && first->second != hash);
+    moved = moved || (is_new ? has_left_start(tensor) : first->second != hash);
+  }
+
+  bool has_left_start(const TraceTensor& tensor) const {
+    const auto found = start.find(tensor.name);
+    if (found == start.end()) {
+      return false;
+    }
+    try {
+      const at::Tensor now = plain(assemble(tensor));
+      const at::Tensor before = plain(found->second);
+      return now.scalar_type() != before.scalar_type() || !same_bits(now, before);
+    } catch (const TraceError&) {
+      return true;  // pieces that make no whole; the comparison says so
+    }
+  }
+
+  /// Frozen, or without a gradient in every step.
+  bool must_stay(const std::string& parameter) const {
+    return frozen.contains(parameter) || !gradient_seen.contains(parameter);
   }
 
   Verdict verdict(std::string_view name, Quantity quantity, Outcome outcome,
@@ -287,8 +329,10 @@ struct TrainingGuards::Impl {
                      fmt::format("{} steps; it takes two", steps));
     }
     std::vector<std::string> still;
+    std::size_t trained = 0;
     for (const auto& [name, moved] : parameter_moved) {
-      if (!moved) {
+      trained += must_stay(name) ? 0 : 1;
+      if (!moved && !must_stay(name)) {
         still.push_back(name);
       }
     }
@@ -296,11 +340,45 @@ struct TrainingGuards::Impl {
       return verdict("parameters_moved", Quantity::parameter, Outcome::failed,
                      "no parameter was seen");
     }
-    return verdict("parameters_moved", Quantity::parameter, passed_if(still.empty()),
-                   still.empty()
-                       ? fmt::format("each of {} parameters changed", parameter_moved.size())
-                       : fmt::format("{} of {} parameters are the same after each of {} steps: {}",
-                                     still.size(), parameter_moved.size(), steps, listed(still)));
+    return verdict(
+        "parameters_moved", Quantity::parameter, passed_if(still.empty()),
+        still.empty() ? fmt::format("each of {} parameters changed", trained)
+                      : fmt::format("{} of {} parameters are the same after each of {} steps{}: {}",
+                                    still.size(), trained, steps,
+                                    left_out == 0 ? ""
+                                                  : fmt::format(" ({} were left out because a "
+                                                                "scaled gradient was not finite)",
+                                                                left_out),
+                                    listed(still)));
+  }
+
+  Verdict frozen_parameters_stayed() const {
+    constexpr std::string_view kName = "frozen_parameters_stayed";
+    std::vector<std::string> moved_ones;
+    std::size_t count = 0;
+    for (const auto& [name, moved] : parameter_moved) {
+      count += must_stay(name) ? 1 : 0;
+      if (moved && must_stay(name)) {
+        moved_ones.push_back(name);
+      }
+    }
+    for (const auto& name : frozen) {
+      if (gradient_seen.contains(name)) {
+        moved_ones.push_back(name + " (it has a gradient)");
+      }
+    }
+    if (count == 0) {
+      return verdict(kName, Quantity::parameter, Outcome::not_applicable,
+                     "every parameter has a gradient");
+    }
+    return verdict(
+        kName, Quantity::parameter, passed_if(moved_ones.empty()),
+        moved_ones.empty()
+            ? fmt::format("each of {} parameters that are frozen or have no gradient stayed", count)
+            : fmt::format(
+                  "{} of {} parameters that are frozen or have no gradient changed; wanted: "
+                  "the same bits after each of {} steps: {}",
+                  moved_ones.size(), count, steps, listed(moved_ones)));
   }
 
   Verdict clipping_bit() const {
@@ -370,8 +448,8 @@ struct TrainingGuards::Impl {
   }
 };
 
-TrainingGuards::TrainingGuards(const Scenario& scenario)
-    : impl_(std::make_unique<Impl>(scenario)) {}
+TrainingGuards::TrainingGuards(const Scenario& scenario, std::map<std::string, at::Tensor> start)
+    : impl_(std::make_unique<Impl>(scenario, std::move(start))) {}
 TrainingGuards::~TrainingGuards() = default;
 
 void TrainingGuards::observe(const StepTrace& subject) {
@@ -379,10 +457,15 @@ void TrainingGuards::observe(const StepTrace& subject) {
 }
 
 std::vector<Verdict> TrainingGuards::verdicts() const {
-  return {impl_->losses_finite(),       impl_->losses_moved(),
-          impl_->gradients_not_zero(),  impl_->parameters_moved(),
-          impl_->clipping_bit(),        impl_->ranks_had_different_data(),
-          impl_->every_rank_recorded(), impl_->every_step_complete()};
+  return {impl_->losses_finite(),
+          impl_->losses_moved(),
+          impl_->gradients_not_zero(),
+          impl_->parameters_moved(),
+          impl_->frozen_parameters_stayed(),
+          impl_->clipping_bit(),
+          impl_->ranks_had_different_data(),
+          impl_->every_rank_recorded(),
+          impl_->every_step_complete()};
 }
 
 }  // namespace shardproof

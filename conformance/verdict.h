@@ -49,7 +49,8 @@ struct Verdict {
   std::string message;     // for guards and malformed traces: a sentence
 };
 
-/// The dotted name of a check, fsdp.<area>.<behaviour>.<dtype>.w<world>.<model>_<optimizer>_<variant>.
+/// The dotted name of a check,
+/// fsdp.<area>.<behaviour>.<dtype>.w<world>.<model>_<optimizer>_<variant>.
 std::string check_name(const Scenario& scenario, std::string_view area, std::string_view behaviour,
                        std::string_view variant);
 

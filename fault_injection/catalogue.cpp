@@ -48,7 +48,7 @@ class FlippedBit : public StepObserver {
     if (seen.point != fsdp::Point::sharded_gradient || step() != strike_step_ || done_) {
       return;
     }
-    const auto chunk_begin = seen.rank * seen.tensor.numel();
+    const auto chunk_begin = seen.shard * seen.tensor.numel();
     const auto chunk_end = chunk_begin + seen.tensor.numel();
     for (const auto& slot : *seen.slots) {
       const auto begin = std::max(slot.offset, chunk_begin);

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "reference/models.h"
+
 namespace shardproof {
 namespace {
 
@@ -84,7 +86,7 @@ void fill_tokens(std::int64_t context, std::int64_t* input, std::int64_t* target
 }
 
 /// Multiples of 1/1024 in [-1, 1), which every floating dtype with 11 bits of significand holds
-/// exactly.
+/// exactly (bfloat16, with 8, does not).
 template <typename Value>
 void fill_dyadic(std::uint64_t hash, std::int64_t size, Value* values) {
   for (std::int64_t i = 0; i < size; ++i) {
@@ -96,8 +98,9 @@ void fill_dyadic(std::uint64_t hash, std::int64_t size, Value* values) {
 template <typename Value>
 Batch dyadic_batch(const Scenario& scenario, SampleKey key) {
   const auto options = torch::TensorOptions().dtype(c10::CppTypeToScalarType<Value>());
-  const auto inputs = scenario.model.sizes.front();
-  const auto targets = scenario.model.sizes.back();
+  const auto& model = scenario.model;
+  const auto inputs = model.kind == "mlp" ? model.sizes.front() : model.quirk_width;
+  const auto targets = model.kind == "mlp" ? model.sizes.back() : model.quirk_width;
   Batch batch{torch::empty({scenario.batch, inputs}, options),
               torch::empty({scenario.batch, targets}, options)};
   auto* input = batch.input.mutable_data_ptr<Value>();
@@ -158,8 +161,13 @@ Batch Dataset::batch(int step, int micro_batch, int rank) const {
   if (scenario_.model.kind == "transformer") {
     return token_batch(scenario_, corpus_.get(), key);
   }
-  return scenario_.dtype == "float64" ? dyadic_batch<double>(scenario_, key)
-                                      : dyadic_batch<float>(scenario_, key);
+  if (scenario_.dtype == "float64") {
+    return dyadic_batch<double>(scenario_, key);
+  }
+  // Exact in float32, so that a 16-bit dtype rounds once.
+  const auto dtype = dtype_named(scenario_.dtype);
+  auto batch = dyadic_batch<float>(scenario_, key);
+  return {batch.input.to(dtype), batch.target.to(dtype)};
 }
 
 Batch Dataset::whole_batch(int step) const {

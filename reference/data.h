@@ -15,8 +15,8 @@
 namespace shardproof {
 
 /// Samples along dimension 0, on the CPU. mlp: [batch, sizes.front()] and [batch, sizes.back()] in
-/// the scenario's dtype. transformer: [batch, context] int64 tokens, the target being the input's
-/// next tokens.
+/// the scenario's dtype (in bfloat16 rounded). quirks: both [batch, quirk_width], likewise.
+/// transformer: [batch, context] int64 tokens, the target being the input's next tokens.
 struct Batch {
   torch::Tensor input;
   torch::Tensor target;

@@ -19,20 +19,18 @@ namespace {
 // An unsigned integer of 128 bits is no part of C++, but of every compiler that builds libtorch.
 __extension__ typedef unsigned __int128 Wide;
 
-/// A sum of squares of finite float64 numbers, held as one big integer in units of the square of
-/// the smallest such number, 2^-1074. It is long enough that no sum of fewer than 2^64 squares
-/// overflows, so that addition never rounds.
-class SumOfSquares {
+/// A sum of magnitudes, or of squares, of finite float64 numbers, held as one big integer in units
+/// of the square of the smallest such number, 2^-1074. It is long enough that no sum of fewer than
+/// 2^64 squares overflows, so that addition never rounds.
+class ExactSum {
  public:
-  void add(double value) {
-    // value = significand * 2^(exponent + kSmallest), all integers, so that its square is one too.
-    // Subnormal numbers have the exponent field 0, no leading 1, and the scale of the field 1.
-    const auto bits = std::bit_cast<std::uint64_t>(value);
-    const auto field = static_cast<int>(bits >> (kDigits - 1) & 0x7FF);
-    const std::uint64_t leading = field == 0 ? 0 : std::uint64_t{1} << (kDigits - 1);
-    const std::uint64_t significand = (bits & ((std::uint64_t{1} << (kDigits - 1)) - 1)) | leading;
-    const int exponent = std::max(field, 1) - 1;
-    add_at(static_cast<Wide>(significand) * significand, 2 * exponent);
+  void add_square(double value) {
+    const Parts parts(value);
+    add_at(static_cast<Wide>(parts.significand) * parts.significand, 2 * parts.exponent);
+  }
+  void add_magnitude(double value) {
+    const Parts parts(value);
+    add_at(parts.significand, parts.exponent - kSmallest);
   }
 
   /// Rounded to nearest, ties to even; infinity if it is too large for a float64.
@@ -64,6 +62,20 @@ class SumOfSquares {
   static constexpr int kLargest = 1024;    // every finite float64 is below 2 to this
   static constexpr int kBits = 2 * (kLargest - kSmallest) + 64;
 
+  /// |value| = significand * 2^(exponent + kSmallest), all integers, so that its square is one too.
+  struct Parts {
+    explicit Parts(double value) {
+      // Subnormal numbers have the exponent field 0, no leading 1, and the scale of the field 1.
+      const auto bits = std::bit_cast<std::uint64_t>(value);
+      const auto field = static_cast<int>(bits >> (kDigits - 1) & 0x7FF);
+      const std::uint64_t leading = field == 0 ? 0 : std::uint64_t{1} << (kDigits - 1);
+      significand = (bits & ((std::uint64_t{1} << (kDigits - 1)) - 1)) | leading;
+      exponent = std::max(field, 1) - 1;
+    }
+    std::uint64_t significand;
+    int exponent;
+  };
+
   void add_at(Wide square, int position) {
     const int offset = position % 64;
     auto limb = static_cast<std::size_t>(position / 64);
@@ -91,16 +103,77 @@ class SumOfSquares {
   std::array<std::uint64_t, kBits / 64 + 3> limbs_{};
 };
 
+/// What the elements come to, one after another.
+class PowerNorm {
+ public:
+  explicit PowerNorm(double p) : p_(p) {}
+
+  void add(double value) {
+    has_nan_ = has_nan_ || std::isnan(value);
+    const double magnitude = std::fabs(value);
+    if (p_ == 2 && std::isfinite(value)) {
+      sum_.add_square(value);
+    } else if (std::isinf(p_)) {
+      largest_ = std::max(largest_, magnitude);
+    } else {
+      const double power = p_ == 1 || p_ == 2 ? magnitude : std::pow(magnitude, p_);
+      if (std::isfinite(power)) {
+        sum_.add_magnitude(power);
+      } else {
+        has_infinity_ = true;
+      }
+    }
+  }
+
+  double value() const {
+    if (has_nan_) {
+      return std::numeric_limits<double>::quiet_NaN();
+    }
+    if (has_infinity_) {
+      return std::numeric_limits<double>::infinity();
+    }
+    if (std::isinf(p_)) {
+      return largest_;
+    }
+    const double sum = sum_.rounded();
+    return p_ == 1 ? sum : p_ == 2 ? std::sqrt(sum) : std::pow(sum, 1 / p_);
+  }
+
+ private:
+  double p_;
+  ExactSum sum_;
+  double largest_ = 0;
+  bool has_nan_ = false;
+  bool has_infinity_ = false;
+};
+
+/// A float32 that a 16-bit dtype rounds to what it would round the value to, which is not negative.
+/// libtorch casts to 16 bits through float32, which would round twice: a value between two float32
+/// goes to the one whose last bit is odd, which is never halfway between two 16-bit numbers (Boldo
+/// and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+double odd_float(double value) {
+  auto narrow = static_cast<float>(value);
+  if (std::isfinite(value) && static_cast<double>(narrow) != value) {
+    if (narrow > value) {
+      narrow = std::nextafter(narrow, 0.0F);
+    }
+    narrow = std::bit_cast<float>(std::bit_cast<std::uint32_t>(narrow) | 1U);
+  }
+  return narrow;
+}
+
 }  // namespace
 
-torch::Tensor exact_norm(const std::vector<torch::Tensor>& tensors) {
+torch::Tensor exact_norm(const std::vector<torch::Tensor>& tensors, double p) {
+  if (!(p > 0)) {
+    throw std::invalid_argument(
+        fmt::format("exact_norm: p is {}; wanted: a number above 0, or infinity", p));
+  }
   if (tensors.empty()) {
     return torch::zeros({}, torch::kFloat32);
   }
   const auto dtype = tensors.front().scalar_type();
-  SumOfSquares sum;
-  bool has_infinity = false;
-  bool has_nan = false;
+  PowerNorm norm(p);
   for (const auto& tensor : tensors) {
     if (tensor.scalar_type() != dtype) {
       throw std::invalid_argument(fmt::format("exact_norm: tensors of dtype {} and {}; wanted: one",
@@ -110,21 +183,12 @@ torch::Tensor exact_norm(const std::vector<torch::Tensor>& tensors) {
     const auto values = tensor.detach().to(torch::kCPU, torch::kFloat64).contiguous();
     const auto* value = values.const_data_ptr<double>();
     for (std::int64_t i = 0; i < values.numel(); ++i) {
-      if (std::isfinite(value[i])) {
-        sum.add(value[i]);
-      } else {
-        has_nan = has_nan || std::isnan(value[i]);
-        has_infinity = true;
-      }
+      norm.add(value[i]);
     }
   }
-  double norm = std::sqrt(sum.rounded());
-  if (has_nan) {
-    norm = std::numeric_limits<double>::quiet_NaN();
-  } else if (has_infinity) {
-    norm = std::numeric_limits<double>::infinity();
-  }
-  return torch::full({}, norm, torch::kFloat64).to(tensors.front().options());
+  const bool is_short = dtype == torch::kBFloat16 || dtype == torch::kFloat16;
+  const double value = is_short ? odd_float(norm.value()) : norm.value();
+  return torch::full({}, value, torch::kFloat64).to(tensors.front().options());
 }
 
 }  // namespace shardproof

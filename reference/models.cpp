@@ -4,16 +4,16 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
+#include <stdexcept>
+#include <tuple>
 #include <utility>
 
 namespace shardproof {
 namespace {
-
-torch::Dtype dtype_of(const Scenario& scenario) {
-  return scenario.dtype == "float64" ? torch::kFloat64 : torch::kFloat32;
-}
 
 /// A linear layer as PyTorch's torch.nn.Linear computes it. torch::nn::Linear adds the bias after
 /// the product for inputs of three and more dimensions, which rounds otherwise.
@@ -21,7 +21,16 @@ class LinearImpl : public torch::nn::LinearImpl {
  public:
   using torch::nn::LinearImpl::LinearImpl;
 
-  torch::Tensor forward(const torch::Tensor& input) { return at::linear(input, weight, bias); }
+  /// The weight is made contiguous, so that a transposed one runs the same kernel.
+  torch::Tensor forward(const torch::Tensor& input) {
+    return at::linear(input, weight.contiguous(), bias);
+  }
+
+  /// Takes a parameter of the same shape for its weight: another module's, or a transposed one.
+  void set_weight(const torch::Tensor& value) {
+    weight = value;
+    parameters_["weight"] = value;
+  }
 };
 TORCH_MODULE(Linear);
 
@@ -69,7 +78,7 @@ class MlpImpl : public ModelImpl {
   }
 
   torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const override {
-    return torch::mse_loss(output, target);
+    return torch::mse_loss(output, target.to(output.scalar_type()));
   }
 
   std::vector<Layer> layers() const override {
@@ -135,16 +144,12 @@ class FeedForwardImpl : public fsdp::Module<FeedForwardImpl> {
 };
 FSDP_MODULE(FeedForward);
 
-torch::nn::LayerNorm layer_norm(std::int64_t width) {
-  return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}).eps(1e-5));
-}
-
 class BlockImpl : public fsdp::Module<BlockImpl> {
  public:
   explicit BlockImpl(const ModelSpec& spec)
-      : norm1_(register_module("norm1", layer_norm(spec.width))),
+      : norm1_(register_module("norm1", Norm(spec.width))),
         attention_(register_module("attention", Attention(spec.width, spec.heads, spec.dropout))),
-        norm2_(register_module("norm2", layer_norm(spec.width))),
+        norm2_(register_module("norm2", Norm(spec.width))),
         mlp_(register_module("mlp", FeedForward(spec.width))),
         dropout_(register_module("dropout", fsdp::Dropout(spec.dropout))) {}
 
@@ -154,9 +159,9 @@ class BlockImpl : public fsdp::Module<BlockImpl> {
   }
 
  private:
-  torch::nn::LayerNorm norm1_;
+  Norm norm1_;
   Attention attention_;
-  torch::nn::LayerNorm norm2_;
+  Norm norm2_;
   FeedForward mlp_;
   fsdp::Dropout dropout_;
 };
@@ -175,9 +180,12 @@ class TransformerImpl : public ModelImpl {
       blocks_.emplace_back(Block(spec));
       list->push_back(blocks_.back());
     }
-    norm_ = register_module("norm", layer_norm(spec.width));
+    norm_ = register_module("norm", Norm(spec.width));
     head_ = register_module(
         "head", Linear(torch::nn::LinearOptions(spec.width, spec.vocabulary).bias(false)));
+    if (spec.tied) {
+      head_->set_weight(token_embedding_->weight);
+    }
   }
 
   torch::Tensor forward(const torch::Tensor& input) override {
@@ -206,62 +214,275 @@ class TransformerImpl : public ModelImpl {
   torch::nn::Embedding position_embedding_;
   fsdp::Dropout dropout_;
   std::vector<Block> blocks_;
-  torch::nn::LayerNorm norm_{nullptr};
+  Norm norm_{nullptr};
   Linear head_{nullptr};
 };
 
+// ---------------------------------------------------------------------------------------------
+// Quirks: what sharding stumbles over, in layers of one width
+
+/// The part of a layer that all quirks share; what forward returns is the layer's own matter.
+template <typename Derived>
+class QuirkLayer : public fsdp::Module<Derived> {
+ public:
+  QuirkLayer(const Scenario& scenario, bool is_last) : is_last_(is_last) {
+    const auto width = scenario.model.quirk_width;
+    if (has_quirk(scenario, "scalar")) {
+      gain_ = this->register_parameter("gain", torch::empty({}));
+    }
+    linear_ = this->register_module("linear", Linear(width, width));
+    if (has_quirk(scenario, "transposed")) {
+      linear_->set_weight(torch::empty({width, width}).t().set_requires_grad(true));
+    }
+    if (has_quirk(scenario, "tied_inside")) {
+      twin_ =
+          this->register_module("twin", Linear(torch::nn::LinearOptions(width, width).bias(false)));
+      twin_->set_weight(linear_->weight);
+    }
+    if (has_quirk(scenario, "unused")) {
+      this->register_parameter("spare", torch::empty({3}));
+    }
+    if (has_quirk(scenario, "buffer")) {
+      shift_ = this->register_buffer("shift", torch::arange(1, width + 1, torch::kFloat64) / 64);
+    }
+    linear_->bias.set_requires_grad(!has_quirk(scenario, "frozen_bias"));
+  }
+
+  /// Makes the weight that of another layer.
+  void share_weight_of(const Linear& other) {
+    linear_->set_weight(other->weight);
+    if (twin_) {
+      twin_->set_weight(other->weight);
+    }
+  }
+  const Linear& linear() const { return linear_; }
+
+ protected:
+  torch::Tensor compute(const torch::Tensor& input) {
+    auto y = linear_(input);
+    if (twin_) {
+      y = twin_(y);
+    }
+    if (shift_.defined()) {
+      y = y + shift_.to(y.scalar_type());
+    }
+    if (!is_last_) {
+      y = torch::gelu(y);
+    }
+    return gain_.defined() ? y * gain_ : y;
+  }
+
+ private:
+  torch::Tensor gain_;
+  Linear linear_{nullptr};
+  Linear twin_{nullptr};
+  torch::Tensor shift_;
+  bool is_last_;
+};
+
+class PlainQuirkLayerImpl : public QuirkLayer<PlainQuirkLayerImpl> {
+ public:
+  using QuirkLayer::QuirkLayer;
+  torch::Tensor forward(const torch::Tensor& input) { return compute(input); }
+};
+FSDP_MODULE(PlainQuirkLayer);
+
+class TupleQuirkLayerImpl : public QuirkLayer<TupleQuirkLayerImpl> {
+ public:
+  using QuirkLayer::QuirkLayer;
+  std::tuple<torch::Tensor, std::vector<torch::Tensor>> forward(const torch::Tensor& input) {
+    return {compute(input), {input * 0.5}};
+  }
+};
+FSDP_MODULE(TupleQuirkLayer);
+
+torch::Tensor run_layer(PlainQuirkLayer& layer, const torch::Tensor& input) {
+  return layer(input);
+}
+
+torch::Tensor run_layer(TupleQuirkLayer& layer, const torch::Tensor& input) {
+  const auto [output, extra] = layer(input);
+  return output + extra.front();
+}
+
+template <typename LayerHolder>
+class QuirksImpl : public ModelImpl {
+ public:
+  explicit QuirksImpl(const Scenario& scenario)
+      : twice_(has_quirk(scenario, "twice")), two_forwards_(has_quirk(scenario, "two_forwards")) {
+    const auto depth = scenario.model.depth;
+    const auto list = register_module("layers", torch::nn::ModuleList());
+    for (std::int64_t i = 0; i < depth; ++i) {
+      layers_.emplace_back(LayerHolder(scenario, i + 1 == depth));
+      list->push_back(layers_.back());
+    }
+    if (has_quirk(scenario, "tied_across")) {
+      layers_.back()->share_weight_of(layers_.front()->linear());
+    }
+    if (has_quirk(scenario, "unused")) {
+      spare_layer_ = register_module("spare_layer", LayerHolder(scenario, /*is_last=*/false));
+    }
+    if (has_quirk(scenario, "frozen_layer")) {
+      for (auto& parameter : layers_[1]->parameters()) {
+        parameter.set_requires_grad(false);
+      }
+    }
+    if (has_quirk(scenario, "buffer")) {
+      calls_ = register_buffer("calls", torch::zeros({}, torch::kInt64));
+    }
+  }
+
+  torch::Tensor forward(const torch::Tensor& input) override {
+    if (calls_.defined()) {
+      calls_.add_(1);
+    }
+    auto x = input;
+    for (auto& layer : layers_) {
+      x = run_layer(layer, x);
+      if (twice_ && &layer != &layers_.back()) {
+        x = run_layer(layer, x);
+      }
+    }
+    return x;
+  }
+
+  torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const override {
+    return torch::mse_loss(output, target.to(output.scalar_type()));
+  }
+
+  torch::Tensor training_loss(const Call& call, const torch::Tensor& input,
+                              const torch::Tensor& target) const override {
+    const auto first = loss(call(input), target);
+    return two_forwards_ ? first + loss(call(input * 0.5), target) : first;
+  }
+  int forwards_per_loss() const override { return two_forwards_ ? 2 : 1; }
+
+  std::vector<Layer> layers() const override {
+    std::vector<Layer> result;
+    for (const auto& layer : layers_) {
+      result.push_back({fmt::format("layers.{}", result.size()), layer.ptr()});
+    }
+    if (spare_layer_) {
+      result.push_back({"spare_layer", spare_layer_.ptr()});
+    }
+    return result;
+  }
+
+ private:
+  std::vector<LayerHolder> layers_;
+  LayerHolder spare_layer_{nullptr};
+  torch::Tensor calls_;
+  bool twice_;
+  bool two_forwards_;
+};
+
+std::shared_ptr<ModelImpl> build(const Scenario& scenario) {
+  if (scenario.model.kind == "mlp") {
+    return std::make_shared<MlpImpl>(scenario.model);
+  }
+  if (scenario.model.kind == "transformer") {
+    return std::make_shared<TransformerImpl>(scenario.model);
+  }
+  if (has_quirk(scenario, "tuple")) {
+    return std::make_shared<QuirksImpl<TupleQuirkLayer>>(scenario);
+  }
+  return std::make_shared<QuirksImpl<PlainQuirkLayer>>(scenario);
+}
+
+/// Factors start near 1, sums near 0. `leaf` is the parameter's name within its module.
+bool starts_near_one(const torch::nn::Module& module, const std::string& leaf) {
+  return leaf == "gain" ||
+         (leaf == "weight" && dynamic_cast<const torch::nn::LayerNormImpl*>(&module) != nullptr);
+}
+
 }  // namespace
 
-Model make_model(const Scenario& scenario) {
-  std::shared_ptr<ModelImpl> model;
-  if (scenario.model.kind == "mlp") {
-    model = std::make_shared<MlpImpl>(scenario.model);
-  } else {
-    model = std::make_shared<TransformerImpl>(scenario.model);
+NormImpl::NormImpl(std::int64_t width)
+    : torch::nn::LayerNormImpl(torch::nn::LayerNormOptions({width}).eps(1e-5)) {}
+
+torch::Tensor NormImpl::forward(const torch::Tensor& input) {
+  return torch::nn::LayerNormImpl::forward(input.to(weight.scalar_type())).to(input.scalar_type());
+}
+
+torch::Dtype dtype_named(const std::string& name) {
+  if (name == "float32") {
+    return torch::kFloat32;
   }
-  model->to(dtype_of(scenario));
+  if (name == "float64") {
+    return torch::kFloat64;
+  }
+  if (name == "bfloat16") {
+    return torch::kBFloat16;
+  }
+  if (name == "float16") {
+    return torch::kFloat16;
+  }
+  throw std::invalid_argument(fmt::format(
+      "dtype \"{}\"; wanted: one of \"float32\", \"float64\", \"bfloat16\", \"float16\"", name));
+}
+
+NamedTensors parameters_of(const torch::nn::Module& module) {
+  NamedTensors parameters;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : module.named_parameters()) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      parameters.emplace_back(item.key(), item.value());
+    }
+  }
+  return parameters;
+}
+
+Model make_model(const Scenario& scenario) {
+  auto model = build(scenario);
+  // Module::to would cast integer buffers too.
+  const auto dtype = dtype_named(scenario.dtype);
+  for (auto& [name, parameter] : parameters_of(*model)) {
+    parameter.set_data(parameter.to(dtype));
+  }
+  for (auto& buffer : model->buffers()) {
+    if (buffer.is_floating_point()) {
+      buffer.set_data(buffer.to(dtype));
+    }
+  }
   return Model(std::move(model));
 }
 
 std::map<std::string, torch::Tensor> initial_parameters(const Scenario& scenario) {
   const auto model = make_model(scenario);
   auto generator = at::detail::createCPUGenerator(scenario.seed);
-  const auto draw = [&generator](const torch::Tensor& like, double mean, double deviation) {
-    return torch::empty(like.sizes(), torch::kFloat64).normal_(mean, deviation, generator);
-  };
-
+  const auto modules = model->named_modules();
   std::map<std::string, torch::Tensor> values;
-  for (const auto& item : model->named_modules()) {
-    const auto* module = item.value().get();
-    for (const auto& parameter : item.value()->named_parameters(/*recurse=*/false)) {
-      const auto& like = parameter.value();
-      double mean = 0;
-      double deviation = 0.02;
-      if (dynamic_cast<const torch::nn::LinearImpl*>(module) != nullptr && like.dim() == 2) {
-        deviation = 1 / std::sqrt(static_cast<double>(like.size(1)));
-      } else if (dynamic_cast<const torch::nn::LayerNormImpl*>(module) != nullptr &&
-                 parameter.key() == "weight") {
-        mean = 1;
-      }
-      values[item.key() + "." + parameter.key()] =
-          draw(like, mean, deviation).to(dtype_of(scenario));
+  for (const auto& [name, like] : parameters_of(*model)) {
+    const auto dot = name.rfind('.');
+    const auto& module = *modules[name.substr(0, dot)];
+    double mean = 0;
+    double deviation = 0.02;
+    if (dynamic_cast<const torch::nn::LinearImpl*>(&module) != nullptr && like.dim() == 2) {
+      deviation = 1 / std::sqrt(static_cast<double>(like.size(1)));
+    } else if (starts_near_one(module, name.substr(dot + 1))) {
+      mean = 1;
     }
+    values[name] = torch::empty(like.sizes(), torch::kFloat64)
+                       .normal_(mean, deviation, generator)
+                       .to(like.scalar_type());
   }
   return values;
 }
 
 void load_parameters(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& values) {
-  const auto parameters = model.named_parameters();
+  auto parameters = parameters_of(model);
+  std::vector<std::string> names;
+  for (const auto& [name, own] : parameters) {
+    names.push_back(name);
+  }
   for (const auto& [name, value] : values) {
-    if (parameters.find(name) == nullptr) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
       throw ScenarioError(fmt::format("parameter \"{}\" is not one of the model, which has: {}",
-                                      name, fmt::join(parameters.keys(), ", ")));
+                                      name, fmt::join(names, ", ")));
     }
   }
   // All of them are looked at before the first one is written, so that a refusal changes nothing.
-  for (const auto& parameter : parameters) {
-    const auto& name = parameter.key();
-    const auto& own = parameter.value();
+  for (const auto& [name, own] : parameters) {
     const auto found = values.find(name);
     if (found == values.end() || !found->second.defined()) {
       throw ScenarioError(fmt::format("parameter \"{}\" has no value", name));
@@ -283,41 +504,72 @@ void load_parameters(torch::nn::Module& model, const std::map<std::string, torch
     }
   }
   torch::NoGradGuard no_grad;
-  for (const auto& parameter : parameters) {
-    torch::Tensor own = parameter.value();
-    own.copy_(values.at(parameter.key()));
+  for (auto& [name, own] : parameters) {
+    own.copy_(values.at(name));
   }
 }
 
 namespace {
 
+using Record = std::function<void(const std::string&, const torch::Tensor&)>;
+
+/// Where a run is: the forward of a loss, and how often each layer ran in it.
+struct Forward {
+  explicit Forward(int per_loss) : count(per_loss), number(per_loss - 1) {}
+
+  void begin() {
+    number = (number + 1) % count;
+    calls.clear();
+  }
+  /// The name of the output that comes now.
+  std::string name_of(const std::string& module) {
+    const int call = calls[module]++;
+    return module + (number > 0 ? fmt::format("#{}", number + 1) : "") +
+           (call > 0 ? fmt::format("+{}", call) : "");
+  }
+
+  int count;
+  int number;
+  std::map<std::string, int> calls;
+};
+
 class OutputRecorder : public fsdp::ForwardHook {
  public:
-  using Record = std::function<void(const std::string&, const torch::Tensor&)>;
-  OutputRecorder(std::string name, Record record)
-      : name_(std::move(name)), record_(std::move(record)) {}
+  OutputRecorder(std::string name, bool is_model, std::shared_ptr<Forward> forward, Record record)
+      : name_(std::move(name)),
+        is_model_(is_model),
+        forward_(std::move(forward)),
+        record_(std::move(record)) {}
 
-  void pre_forward(torch::nn::Module&, const std::vector<at::Tensor*>&) override {}
+  void pre_forward(torch::nn::Module&, const std::vector<at::Tensor*>&) override {
+    if (is_model_ && torch::GradMode::is_enabled()) {
+      forward_->begin();
+    }
+  }
   void post_forward(torch::nn::Module&, const std::vector<at::Tensor*>& outputs) override {
     if (torch::GradMode::is_enabled()) {
-      record_(name_, *outputs.front());
+      record_(forward_->name_of(name_), *outputs.front());
     }
   }
 
  private:
   std::string name_;
+  bool is_model_;
+  std::shared_ptr<Forward> forward_;
   Record record_;
 };
 
 }  // namespace
 
-void record_outputs(Model& model,
-                    std::function<void(const std::string&, const torch::Tensor&)> record) {
+void record_outputs(Model& model, Record record) {
+  const auto forward = std::make_shared<Forward>(model->forwards_per_loss());
   for (const auto& layer : model->layers()) {
     auto& hookable = dynamic_cast<fsdp::HookableModule&>(*layer.module);
-    hookable.add_forward_hook(std::make_shared<OutputRecorder>(layer.name, record));
+    hookable.add_forward_hook(
+        std::make_shared<OutputRecorder>(layer.name, /*is_model=*/false, forward, record));
   }
-  model->add_forward_hook(std::make_shared<OutputRecorder>("model", std::move(record)));
+  model->add_forward_hook(
+      std::make_shared<OutputRecorder>("model", /*is_model=*/true, forward, std::move(record)));
 }
 
 }  // namespace shardproof

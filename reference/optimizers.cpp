@@ -26,8 +26,11 @@ class ReferenceAdamW : public ReferenceOptimizer {
   NamedTensors state() const override {
     NamedTensors result;
     for (const auto& [name, parameter] : parameters_) {
-      const auto& held = optimizer_.state().at(parameter.unsafeGetTensorImpl());
-      const auto& moments = static_cast<const torch::optim::AdamWParamState&>(*held);
+      const auto held = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+      if (held == optimizer_.state().end()) {
+        continue;
+      }
+      const auto& moments = static_cast<const torch::optim::AdamWParamState&>(*held->second);
       result.emplace_back("exp_avg/" + name, moments.exp_avg());
       result.emplace_back("exp_avg_sq/" + name, moments.exp_avg_sq());
     }
@@ -44,6 +47,9 @@ class ReferenceAdamW : public ReferenceOptimizer {
       moments->step(steps_done);
       moments->exp_avg(find("exp_avg/" + name, parameter));
       moments->exp_avg_sq(find("exp_avg_sq/" + name, parameter));
+      if (!moments->exp_avg().defined()) {
+        continue;
+      }
       optimizer_.state()[parameter.unsafeGetTensorImpl()] = std::move(moments);
     }
   }
@@ -73,12 +79,12 @@ class ReferenceSgd : public ReferenceOptimizer {
 
   NamedTensors state() const override {
     NamedTensors result;
-    if (has_momentum_) {
-      for (const auto& [name, parameter] : parameters_) {
-        const auto& held = optimizer_.state().at(parameter.unsafeGetTensorImpl());
+    for (const auto& [name, parameter] : parameters_) {
+      const auto held = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+      if (has_momentum_ && held != optimizer_.state().end()) {
         result.emplace_back(
             "momentum_buffer/" + name,
-            static_cast<const torch::optim::SGDParamState&>(*held).momentum_buffer());
+            static_cast<const torch::optim::SGDParamState&>(*held->second).momentum_buffer());
       }
     }
     return result;
@@ -92,6 +98,9 @@ class ReferenceSgd : public ReferenceOptimizer {
     for (const auto& [name, parameter] : parameters_) {
       auto buffer = std::make_unique<torch::optim::SGDParamState>();
       buffer->momentum_buffer(find("momentum_buffer/" + name, parameter));
+      if (!buffer->momentum_buffer().defined()) {
+        continue;
+      }
       optimizer_.state()[parameter.unsafeGetTensorImpl()] = std::move(buffer);
     }
   }

@@ -7,28 +7,25 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
+#include "reference/models.h"
 #include "reference/scenario.h"
 
 namespace shardproof {
 
-using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
-
 class ReferenceOptimizer {
  public:
   virtual ~ReferenceOptimizer() = default;
-  /// Updates the parameters from their gradients, every one of which must be there.
+  /// Updates the parameters that have a gradient.
   virtual void step() = 0;
-  /// Named "exp_avg/NAME" and so on, in parameter order; the optimizer's own tensors. Only after a
-  /// step or set_state.
+  /// Named "exp_avg/NAME" and so on, in parameter order, of the parameters that were updated; the
+  /// optimizer's own tensors.
   virtual NamedTensors state() const = 0;
-  /// Returns the value for a name of the state, of the parameter's shape and dtype; the optimizer
-  /// keeps it and writes to it.
+  /// Returns the value for a name of the state, of the parameter's shape and dtype, or an undefined
+  /// tensor for a parameter that was not updated yet; the optimizer keeps it and writes to it.
   using Find =
       std::function<torch::Tensor(const std::string& name, const torch::Tensor& parameter)>;
-  /// With steps_done 0 the optimizer starts anew and nothing is asked for.
+  /// With steps_done 0, of the optimizer's own count, it starts anew and nothing is asked for.
   virtual void set_state(std::int64_t steps_done, const Find& find) = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <fstream>
@@ -48,6 +49,8 @@ struct Real {  // least <= value, or least < value if `least_excluded`; value < 
 struct Choice {
   std::initializer_list<std::string_view> names;
 };
+struct Power {};       // the p of a norm: above 0, or infinity, which JSON writes as "inf"
+struct Words {};       // names of quirk_names(), each at most once
 struct Identifier {};  // a name that others may add to: a backend, a device
 struct Sizes {
   std::size_t least_count;
@@ -55,19 +58,27 @@ struct Sizes {
 };
 struct Anything {};
 
+struct Dtype {  // a dtype's name; also "", not set, if it may be
+  bool may_be_unset = false;
+};
+
 /// Calls visit(field, value, limits) for every field, in the order in which they are written.
 /// `S` is Scenario or const Scenario.
 template <typename S, typename Visitor>
 void visit_fields(S& s, Visitor&& visit) {
   constexpr std::int64_t kMany = 1 << 20;
-  visit(Field{"model.kind", "", ""}, s.model.kind, Choice{{"mlp", "transformer"}});
+  visit(Field{"model.kind", "", ""}, s.model.kind, Choice{{"mlp", "transformer", "quirks"}});
   visit(Field{"model.layers", "layers", "transformer"}, s.model.layers, Whole{1, 4096});
   visit(Field{"model.width", "width", "transformer"}, s.model.width, Whole{1, kMany});
   visit(Field{"model.heads", "heads", "transformer"}, s.model.heads, Whole{1, kMany});
   visit(Field{"model.context", "context", "transformer"}, s.model.context, Whole{1, kMany});
   visit(Field{"model.vocabulary", "vocabulary", "transformer"}, s.model.vocabulary,
         Whole{2, kMany});
+  visit(Field{"model.tied", "tied", "transformer"}, s.model.tied, Anything{});
   visit(Field{"model.sizes", "sizes", "mlp"}, s.model.sizes, Sizes{2, {1, kMany}});
+  visit(Field{"model.depth", "depth", "quirks"}, s.model.depth, Whole{1, 4096});
+  visit(Field{"model.quirk_width", "quirk_width", "quirks"}, s.model.quirk_width, Whole{1, kMany});
+  visit(Field{"model.quirks", "quirks", "quirks"}, s.model.quirks, Words{});
   visit(Field{"model.dropout", "dropout", ""}, s.model.dropout, Real{0, 1});
   visit(Field{"data.kind", "", ""}, s.data.kind, Choice{{"bytes", "synthetic"}});
   visit(Field{"data.corpus", "", "bytes"}, s.data.corpus, Anything{});
@@ -80,16 +91,42 @@ void visit_fields(S& s, Visitor&& visit) {
   visit(Field{"optimizer.weight_decay", "weight_decay", ""}, s.optimizer.weight_decay, Real{0});
   visit(Field{"seed", "", ""}, s.seed, Anything{});
   visit(Field{"world_size", "", ""}, s.world_size, Whole{1, 512});
-  visit(Field{"strategy", "", ""}, s.strategy, Choice{{"full_shard"}});
+  visit(Field{"strategy", "", ""}, s.strategy,
+        Choice{{"full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"}});
+  visit(Field{"replicas", "replicas", ""}, s.replicas, Whole{1, 512});
   visit(Field{"wrap", "", ""}, s.wrap, Choice{{"layer", "model"}});
-  visit(Field{"dtype", "", ""}, s.dtype, Choice{{"float32", "float64"}});
+  visit(Field{"dtype", "", ""}, s.dtype, Dtype{});
+  visit(Field{"precision.parameter", "parameter_", ""}, s.precision.parameter, Dtype{true});
+  visit(Field{"precision.reduce", "reduce_", ""}, s.precision.reduce, Dtype{true});
+  visit(Field{"precision.output", "output_", ""}, s.precision.output, Dtype{true});
+  visit(Field{"precision.buffer", "buffers_", ""}, s.precision.buffer, Dtype{true});
+  visit(Field{"precision.exempt_norms", "exempt_norms", ""}, s.precision.exempt_norms, Anything{});
   visit(Field{"max_norm", "max_norm", ""}, s.max_norm, Real{0});
+  visit(Field{"norm_type", "norm_type", ""}, s.norm_type, Power{});
   visit(Field{"micro_batches", "micro_batches", ""}, s.micro_batches, Whole{1, kMany});
   visit(Field{"batch", "batch", ""}, s.batch, Whole{1, kMany});
+  visit(Field{"accumulation", "accumulation_", ""}, s.accumulation,
+        Choice{{"each", "last", "last_all_reduce"}});
+  visit(Field{"divide.pre", "divide_pre", ""}, s.divide.pre, Real{0});
+  visit(Field{"divide.post", "divide_post", ""}, s.divide.post, Real{0});
+  visit(Field{"loss_scale", "loss_scale", ""}, s.loss_scale, Real{0});
+  visit(Field{"schedule.reshard_after_forward", "reshard", ""}, s.schedule.reshard_after_forward,
+        Whole{-1, 512});
+  visit(Field{"schedule.forward_prefetch", "forward_prefetch", ""}, s.schedule.forward_prefetch,
+        Whole{0, 8});
+  visit(Field{"schedule.backward_prefetch", "backward_prefetch_", ""}, s.schedule.backward_prefetch,
+        Choice{{"pre", "post", "none"}});
+  visit(Field{"schedule.limit_gathers", "limit_gathers", ""}, s.schedule.limit_gathers,
+        Whole{0, kMany});
+  visit(Field{"construction", "construction_", ""}, s.construction,
+        Choice{{"plain", "meta", "sync"}});
   visit(Field{"steps", "steps", ""}, s.steps, Whole{1, 1'000'000'000});
   visit(Field{"backend", "backend_", ""}, s.backend, Identifier{});
   visit(Field{"device", "device_", ""}, s.device, Identifier{});
 }
+
+constexpr std::array<const char*, 6> kObjects = {"model",     "data",   "optimizer",
+                                                 "precision", "divide", "schedule"};
 
 /// "model" of "model.layers"; "" of "seed".
 std::string_view object_of(std::string_view path) {
@@ -152,6 +189,33 @@ void check(std::string_view path, const std::string& value, const Choice& choice
   }
 }
 
+void check(std::string_view path, const std::string& value, const Dtype& limits) {
+  if (!value.empty() || !limits.may_be_unset) {
+    check(path, value, Choice{{"float32", "float64", "bfloat16", "float16"}});
+  }
+}
+
+void check(std::string_view path, double value, const Power&) {
+  if (!(value > 0)) {
+    refuse(path, fmt::format("{}", value), "a number above 0, or \"inf\"");
+  }
+}
+
+void check(std::string_view path, const std::vector<std::string>& value, const Words&) {
+  const auto& known = quirk_names();
+  for (std::size_t i = 0; i < value.size(); ++i) {
+    const auto element = fmt::format("{}[{}]", path, i);
+    if (std::find(known.begin(), known.end(), value[i]) == known.end()) {
+      refuse(element, fmt::format("\"{}\"", value[i]),
+             fmt::format("one of \"{}\"", fmt::join(known, "\", \"")));
+    }
+    if (std::find(value.begin(), value.begin() + static_cast<std::ptrdiff_t>(i), value[i]) !=
+        value.begin() + static_cast<std::ptrdiff_t>(i)) {
+      refuse(element, fmt::format("\"{}\" once more", value[i]), "each quirk at most once");
+    }
+  }
+}
+
 // Underscores stand alone and inside only, because the dotted name doubles them to tell them from
 // its separators.
 void check(std::string_view path, const std::string& value, const Identifier&) {
@@ -186,6 +250,7 @@ void check(std::string_view path, const std::vector<std::string>& value, const A
 }
 
 void check(std::string_view, std::uint64_t, const Anything&) {}
+void check(std::string_view, bool, const Anything&) {}
 
 std::string shown(const json& value) {
   if (value.is_number_float() && !std::isfinite(value.get<double>())) {
@@ -222,22 +287,116 @@ void check_belongs(const Scenario& scenario) {
   }
 }
 
-void check_together(const Scenario& scenario) {
+bool is_hybrid(const Scenario& scenario) {
+  return scenario.strategy == "hybrid_shard" || scenario.strategy == "hybrid_shard_zero2";
+}
+
+void check_model(const Scenario& scenario) {
   const auto& model = scenario.model;
   if (model.kind == "transformer" && model.width % model.heads != 0) {
     refuse("model.heads", fmt::format("{}", model.heads),
            fmt::format("a divisor of model.width, which is {}", model.width));
   }
-  if (scenario.data.kind == "bytes") {
-    if (model.kind != "transformer") {
-      refuse("data.kind", "\"bytes\"",
-             fmt::format("\"synthetic\", because model.kind is \"{}\"", model.kind));
-    }
-    if (model.vocabulary < 256) {
-      refuse("model.vocabulary", fmt::format("{}", model.vocabulary),
-             "at least 256, because data.kind is \"bytes\"");
-    }
+  if (model.kind == "quirks" && model.dropout != 0) {
+    refuse("model.dropout", fmt::format("{}", model.dropout),
+           "0, because model.kind is \"quirks\", which drops nothing");
   }
+  // A quirk of a layer that is not there would do nothing. A first layer's weight that is also the
+  // weight of the frozen one would leave it unclear whether it is frozen.
+  const auto check_depth = [&](std::string_view quirk, std::int64_t least) {
+    if (has_quirk(scenario, quirk) && model.depth < least) {
+      refuse("model.depth", fmt::format("{}", model.depth),
+             fmt::format("at least {} with the quirk \"{}\"", least, quirk));
+    }
+  };
+  check_depth("tied_across", has_quirk(scenario, "frozen_layer") ? 3 : 2);
+  check_depth("twice", 2);
+  check_depth("frozen_layer", 2);
+}
+
+void check_data(const Scenario& scenario) {
+  const auto& model = scenario.model;
+  if (scenario.data.kind != "bytes") {
+    return;
+  }
+  if (model.kind != "transformer") {
+    refuse("data.kind", "\"bytes\"",
+           fmt::format("\"synthetic\", because model.kind is \"{}\"", model.kind));
+  }
+  if (model.vocabulary < 256) {
+    refuse("model.vocabulary", fmt::format("{}", model.vocabulary),
+           "at least 256, because data.kind is \"bytes\"");
+  }
+}
+
+void check_strategy(const Scenario& scenario) {
+  if (!is_hybrid(scenario) && scenario.replicas != 1) {
+    refuse("replicas", fmt::format("{}", scenario.replicas),
+           fmt::format("1, because strategy is \"{}\"; only \"hybrid_shard\" and "
+                       "\"hybrid_shard_zero2\" choose it",
+                       scenario.strategy));
+  }
+  if (scenario.world_size % scenario.replicas != 0) {
+    refuse("replicas", fmt::format("{}", scenario.replicas),
+           fmt::format("a divisor of world_size, which is {}", scenario.world_size));
+  }
+  const auto shards = layout_of(scenario).shards;
+  const auto group = scenario.schedule.reshard_after_forward;
+  if (group > 1 && shards % group != 0) {
+    refuse("schedule.reshard_after_forward", fmt::format("{}", group),
+           fmt::format("-1, 0, 1, or a divisor of the number of shards, which is {}", shards));
+  }
+}
+
+void check_precision(const Scenario& scenario) {
+  const auto& precision = scenario.precision;
+  if (precision.exempt_norms && scenario.model.kind != "transformer") {
+    refuse("precision.exempt_norms", "true",
+           fmt::format("false, because model.kind \"{}\" has no LayerNorm", scenario.model.kind));
+  }
+  if (precision.exempt_norms && parameter_dtype(scenario) == scenario.dtype) {
+    refuse("precision.exempt_norms", "true",
+           "false, because precision.parameter is the same as dtype, so that there is nothing to "
+           "exempt from");
+  }
+  if (!precision.buffer.empty() && !has_quirk(scenario, "buffer")) {
+    refuse("precision.buffer", fmt::format("\"{}\"", precision.buffer),
+           "\"\", because the model has no floating-point buffer; the quirk \"buffer\" makes some");
+  }
+}
+
+void check_reduction(const Scenario& scenario) {
+  const auto scale = static_cast<float>(scenario.loss_scale);
+  const auto inverse = static_cast<float>(1 / scenario.loss_scale);
+  if (scenario.loss_scale > 0 &&
+      (!std::isfinite(scale) || !std::isfinite(inverse) || scale == 0 || inverse == 0)) {
+    refuse("loss_scale", fmt::format("{}", scenario.loss_scale),
+           "0, or a number that float32 holds, and whose reciprocal it holds");
+  }
+  if (scenario.accumulation != "each" && scenario.micro_batches == 1) {
+    refuse("accumulation", fmt::format("\"{}\"", scenario.accumulation),
+           "\"each\", because micro_batches is 1");
+  }
+  if (scenario.accumulation == "last_all_reduce" && !is_hybrid(scenario)) {
+    refuse(
+        "accumulation", "\"last_all_reduce\"",
+        fmt::format("\"each\" or \"last\", because strategy is \"{}\", which does not sum in two "
+                    "stages",
+                    scenario.strategy));
+  }
+  if (scenario.divide.pre > 0 && scenario.divide.post == 0) {
+    refuse(
+        "divide.post", "0",
+        fmt::format("a number above 0, because divide.pre is {}; or both 0", scenario.divide.pre));
+  }
+}
+
+void check_together(const Scenario& scenario) {
+  check_model(scenario);
+  check_data(scenario);
+  check_strategy(scenario);
+  check_precision(scenario);
+  check_reduction(scenario);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -282,6 +441,24 @@ void read(std::string_view path, const json& value, double& into, const Real&) {
   into = value.get<double>();
 }
 
+void read(std::string_view path, const json& value, double& into, const Power&) {
+  if (value.is_string() && value.get<std::string>() == "inf") {
+    into = std::numeric_limits<double>::infinity();
+    return;
+  }
+  if (!value.is_number()) {
+    refuse(path, shown(value), "a number above 0, or \"inf\"");
+  }
+  into = value.get<double>();
+}
+
+void read(std::string_view path, const json& value, bool& into, const Anything&) {
+  if (!value.is_boolean()) {
+    refuse(path, shown(value), "true or false");
+  }
+  into = value.get<bool>();
+}
+
 template <typename Limits>
 void read(std::string_view path, const json& value, std::string& into, const Limits&) {
   if (!value.is_string()) {
@@ -306,8 +483,37 @@ void read(std::string_view path, const json& value, std::vector<T>& into, const 
   }
 }
 
+/// The quirks in the order of quirk_names().
+std::vector<std::string> in_order(const std::vector<std::string>& quirks) {
+  std::vector<std::string> ordered;
+  for (const auto& name : quirk_names()) {
+    if (std::find(quirks.begin(), quirks.end(), name) != quirks.end()) {
+      ordered.push_back(name);
+    }
+  }
+  return ordered;
+}
+
+void read(std::string_view path, const json& value, std::vector<std::string>& into, const Words&) {
+  read(path, value, into, Anything{});
+  check(path, into, Words{});
+  into = in_order(into);
+}
+
+template <typename T, typename Limits>
+json written(const T& value, const Limits&) {
+  return value;
+}
+json written(double value, const Power&) {
+  return std::isinf(value) ? json("inf") : json(value);
+}
+json written(const std::vector<std::string>& quirks, const Words&) {
+  return in_order(quirks);
+}
+
 std::vector<std::string> known_paths() {
-  std::vector<std::string> paths = {"schema", "model", "data", "optimizer"};
+  std::vector<std::string> paths = {"schema"};
+  paths.insert(paths.end(), kObjects.begin(), kObjects.end());
   const Scenario defaults;
   visit_fields(defaults, [&](const Field& field, const auto&, const auto&) {
     paths.emplace_back(field.path);
@@ -375,8 +581,8 @@ const json* find_field(const json& root, std::string_view path) {
   return found == object->end() ? nullptr : &*found;
 }
 
-/// Sees the keys of a JSON text as they are parsed, remembers the last one, and throws at one that an object has twice, of
-/// which the parser would silently keep the last.
+/// Sees the keys of a JSON text as they are parsed, remembers the last one, and throws at one that
+/// an object has twice, of which the parser would silently keep the last.
 class Keys {
  public:
   bool operator()(int, json::parse_event_t event, json& parsed) {
@@ -466,7 +672,60 @@ std::string spelled(const std::vector<std::int64_t>& sizes) {
   return fmt::format("{}", fmt::join(sizes, "x"));
 }
 
+std::string spelled(bool value) {
+  return value ? "" : "0";
+}
+std::string spelled(const std::vector<std::string>& quirks) {
+  std::string name;
+  for (const auto& quirk : in_order(quirks)) {
+    name += "_" + spelled(quirk);
+  }
+  return name;
+}
+
 }  // namespace
+
+const std::vector<std::string>& quirk_names() {
+  static const std::vector<std::string> names = {
+      "tied_inside", "tied_across", "twice",  "frozen_bias", "frozen_layer", "unused",
+      "scalar",      "transposed",  "buffer", "tuple",       "two_forwards"};
+  return names;
+}
+
+bool has_quirk(const Scenario& scenario, std::string_view name) {
+  const auto& quirks = scenario.model.quirks;
+  return std::find(quirks.begin(), quirks.end(), name) != quirks.end();
+}
+
+Layout layout_of(const Scenario& scenario) {
+  const int replicas = scenario.strategy == "no_shard" ? scenario.world_size : scenario.replicas;
+  return {replicas, scenario.world_size / replicas};
+}
+
+std::string parameter_dtype(const Scenario& scenario) {
+  return scenario.precision.parameter.empty() ? scenario.dtype : scenario.precision.parameter;
+}
+
+std::string reduce_dtype(const Scenario& scenario) {
+  return scenario.precision.reduce.empty() ? parameter_dtype(scenario) : scenario.precision.reduce;
+}
+
+// float16 overflows at 65504 and underflows below 2^-24, so that half of the division comes before
+// the sum and half after it: the factor of PyTorch's FSDP, a power of two near the root of the
+// world size (torch/distributed/fsdp/_common_utils.py, _get_gradient_predivide_factor).
+DivideSpec divide_factors(const Scenario& scenario) {
+  if (scenario.divide.post > 0) {
+    return {scenario.divide.pre > 0 ? scenario.divide.pre : 1, scenario.divide.post};
+  }
+  const double world = scenario.world_size;
+  double pre = 1;
+  if (reduce_dtype(scenario) == "float16") {
+    while (std::fmod(world, pre) == 0 && world / pre > pre) {
+      pre *= 2;
+    }
+  }
+  return {pre, world / pre};
+}
 
 void validate(const Scenario& scenario) {
   visit_fields(scenario, [](const Field& field, const auto& value, const auto& limits) {
@@ -478,7 +737,7 @@ void validate(const Scenario& scenario) {
 
 std::string dotted_name(const Scenario& scenario) {
   std::string variant = fmt::format("{}_{}", scenario.strategy, scenario.wrap);
-  // The mlp knows synthetic data only, so that saying it would say nothing.
+  // The others know synthetic data only, so that saying it would say nothing.
   if (scenario.model.kind == "transformer" && scenario.data.kind != DataSpec().kind) {
     variant += "_" + scenario.data.kind;
   }
@@ -486,8 +745,7 @@ std::string dotted_name(const Scenario& scenario) {
   std::vector<std::string> values;
   const auto spell_into = [](std::vector<std::string>& out) {
     return [&out](const Field& field, const auto& value, const auto&) {
-      if constexpr (!std::is_same_v<decltype(value), const std::vector<std::string>&> &&
-                    !std::is_same_v<decltype(value), const std::uint64_t&>) {
+      if constexpr (!std::is_same_v<decltype(value), const std::uint64_t&>) {
         if (!field.token.empty()) {
           out.push_back(std::string(field.token) + spelled(value));
         }
@@ -508,9 +766,10 @@ std::string dotted_name(const Scenario& scenario) {
 
 json to_json(const Scenario& scenario) {
   json root = {{"schema", kSchema}};
-  visit_fields(scenario, [&root](const Field& field, const auto& value, const auto&) {
+  visit_fields(scenario, [&root](const Field& field, const auto& value, const auto& limits) {
     const auto object = std::string(object_of(field.path));
-    (object.empty() ? root : root[object])[std::string(leaf_of(field.path))] = value;
+    (object.empty() ? root : root[object])[std::string(leaf_of(field.path))] =
+        written(value, limits);
   });
   return root;
 }
@@ -518,7 +777,7 @@ json to_json(const Scenario& scenario) {
 Scenario scenario_from_json(const json& root) {
   refuse_unknown_fields(root, "");
   check_schema(root);
-  for (const auto* object : {"model", "data", "optimizer"}) {
+  for (const auto* object : kObjects) {
     if (root.contains(object)) {
       refuse_unknown_fields(root[object], object);
     }

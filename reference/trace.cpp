@@ -68,7 +68,8 @@ void check_whole_shapes(const TraceTensor& tensor) {
   }
 }
 
-/// The non-empty pieces in the order of their elements, which are known to tile the tensor.
+/// The non-empty pieces in the order of their elements, which are known to tile the tensor. A run
+/// that several ranks hold stands there once.
 std::vector<const Piece*> tiles(const TraceTensor& tensor) {
   std::vector<const Piece*> pieces;
   for (const auto& piece : tensor.pieces) {
@@ -82,6 +83,10 @@ std::vector<const Piece*> tiles(const TraceTensor& tensor) {
   }
   std::stable_sort(pieces.begin(), pieces.end(),
                    [](const Piece* a, const Piece* b) { return a->offset < b->offset; });
+  const auto same_run = [](const Piece* a, const Piece* b) {
+    return a->offset == b->offset && a->values.numel() == b->values.numel();
+  };
+  pieces.erase(std::unique(pieces.begin(), pieces.end(), same_run), pieces.end());
 
   const auto count = elements_of(tensor);
   std::int64_t reached = 0;
@@ -166,9 +171,24 @@ at::Tensor assemble(const TraceTensor& tensor) {
   return join_shards(tensor);
 }
 
-TrainingState state_after(const StepTrace& trace) {
+bool has_non_finite_gradient(const StepTrace& trace) {
+  for (const auto& tensor : trace.tensors) {
+    if (tensor.quantity != Quantity::gradient) {
+      continue;
+    }
+    for (const auto& piece : tensor.pieces) {
+      if (!piece.values.isfinite().all().item<bool>()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+TrainingState state_after(const StepTrace& trace, std::int64_t left_out) {
   TrainingState state;
   state.steps_done = trace.step + 1;
+  state.left_out = left_out;
   for (const auto& tensor : trace.tensors) {
     if (tensor.quantity == Quantity::parameter) {
       state.parameters[tensor.name] = assemble(tensor);

@@ -15,10 +15,11 @@ namespace shardproof {
 /// In the order in which a step produces them.
 enum class Quantity {
   output,     // of a layer or the whole model, one per rank and micro-batch, named "blocks.0@m0",
-              // "model@m0"
+              // "model@m0" (record_outputs says how further calls are named: "layers.0#2+1@m0")
   loss,       // of each rank: shape [micro_batches], mean over the rank's samples; name "loss"
   mean_loss,  // over all ranks and micro-batches, float64 scalar; name "mean_loss"
-  gradient,   // after reduction over ranks and accumulation, before clipping; name of the parameter
+  gradient,  // after reduction over ranks and accumulation, before clipping; name of the parameter.
+             // A frozen parameter and one that no rank had a gradient of have none.
   total_norm,        // scalar; every rank's own copy; name "total_norm"
   clipped_gradient,  // what the optimizer is given; equals gradient if nothing was clipped
   parameter,         // after the step
@@ -32,8 +33,8 @@ Quantity quantity_from_string(std::string_view name);
 enum class Placement {
   per_rank,    // each rank has its own value, all of the same shape
   replicated,  // each rank has its own copy of one value
-  sharded,     // each rank has a run of the flattened elements; together they tile it; runs may be
-               // empty
+  sharded,     // each rank has a run of the flattened elements; together they tile it, once or,
+               // where several replicas are kept, once in each; runs may be empty
   single,      // one device made it: one piece, of rank kNoRank
 };
 
@@ -72,6 +73,11 @@ struct TrainingState {
   std::map<std::string, at::Tensor> parameters;
   std::map<std::string, at::Tensor>
       optimizer_state;  // keys as in Quantity::optimizer_state; empty before step 0
+  /// Of the steps done, those in which the optimizer did nothing (Scenario::loss_scale).
+  std::int64_t left_out = 0;
+
+  /// What the optimizer counts.
+  std::int64_t optimizer_steps() const { return steps_done - left_out; }
 };
 
 /// Raised when a trace contradicts itself (pieces that overlap or leave a gap, a missing rank,
@@ -80,12 +86,17 @@ struct TraceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// The whole tensor: sharded pieces put in order and joined and reshaped; rank 0's copy of a
-/// replicated one; the only piece of a single one. Throws TraceError if the pieces do not tile the
-/// tensor, or for a per_rank tensor.
+/// The whole tensor: sharded pieces put in order and joined and reshaped (of ranks that hold the
+/// same run, the first); rank 0's copy of a replicated one; the only piece of a single one. Throws
+/// TraceError if the pieces do not tile the tensor, or for a per_rank tensor.
 at::Tensor assemble(const TraceTensor& tensor);
 
-/// The state after the step, from its parameters and optimizer state.
-TrainingState state_after(const StepTrace& trace);
+/// The state after the step, from its parameters and optimizer state. `left_out`: in how many steps
+/// so far, this one included, the optimizer did nothing.
+TrainingState state_after(const StepTrace& trace, std::int64_t left_out = 0);
+
+/// Whether an element of a gradient is not finite: what a run with a loss scale leaves a step out
+/// for.
+bool has_non_finite_gradient(const StepTrace& trace);
 
 }  // namespace shardproof

@@ -5,10 +5,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
 #include "reference/optimizers.h"
+#include "reference/reduction.h"
 
 namespace shardproof {
 namespace {
@@ -56,8 +58,33 @@ torch::Device device_of(const Scenario& scenario) {
 Scenario in_mode(Scenario scenario, ReferenceMode mode) {
   if (mode == ReferenceMode::float64) {
     scenario.dtype = "float64";
+    scenario.precision = PrecisionSpec();
   }
   return scenario;
+}
+
+/// The model that forward and backward run in: parameters that are not exempt in the parameter
+/// dtype, floating-point buffers in theirs.
+Model make_compute_model(const Scenario& scenario) {
+  auto model = make_model(scenario);
+  const auto dtype = dtype_named(parameter_dtype(scenario));
+  for (const auto& module : model->modules()) {
+    const bool is_norm = dynamic_cast<const NormImpl*>(module.get()) != nullptr;
+    if (scenario.precision.exempt_norms && is_norm) {
+      continue;
+    }
+    for (auto& parameter : module->parameters(/*recurse=*/false)) {
+      parameter.set_data(parameter.to(dtype));
+    }
+  }
+  if (!scenario.precision.buffer.empty()) {
+    for (auto& buffer : model->buffers()) {
+      if (buffer.is_floating_point()) {
+        buffer.set_data(buffer.to(dtype_named(scenario.precision.buffer)));
+      }
+    }
+  }
+  return model;
 }
 
 }  // namespace
@@ -81,12 +108,19 @@ struct ReferenceTrainer::Impl {
         mode(asked_mode),
         device(device_of(asked)),
         data(scenario),
-        model(make_model(scenario)) {
+        kept(make_model(scenario)),
+        model(make_compute_model(scenario)),
+        divide(divide_factors(scenario)) {
+    kept->to(device);
     model->to(device);
-    load(initial);
-    for (const auto& parameter : model->named_parameters()) {
-      parameters.emplace_back(parameter.key(), parameter.value());
+    parameters = parameters_of(*kept);
+    leaves = parameters_of(*model);
+    for (auto& [name, parameter] : parameters) {
+      // In 16 bits libtorch's add with a factor rounds its last elements otherwise, so that it
+      // matters in what order a transposed parameter lies: what is optimised lies as it is written.
+      parameter.set_data(parameter.contiguous());
     }
+    load(initial);
     optimizer = make_reference_optimizer(scenario.optimizer, parameters);
     for (int rank = 0; rank < scenario.world_size; ++rank) {
       generators.push_back(
@@ -105,7 +139,8 @@ struct ReferenceTrainer::Impl {
     if (entry == outputs.end()) {
       entry = outputs.insert(outputs.end(), {name, {}});
     }
-    entry->second.push_back(copied(output));
+    const bool is_model = name.starts_with("model");
+    entry->second.push_back(copied(is_model ? in_output_dtype(output) : output));
   }
 
   /// In float64 mode a run starts from, and is set to, weights in the scenario's own dtype.
@@ -113,18 +148,31 @@ struct ReferenceTrainer::Impl {
     return mode == ReferenceMode::float64 ? value.to(torch::kFloat64) : value;
   }
 
+  Tensor in_output_dtype(const Tensor& output) const {
+    const auto& dtype = scenario.precision.output;
+    return dtype.empty() ? output : output.to(dtype_named(dtype));
+  }
+
   void load(const std::map<std::string, Tensor>& values) {
     std::map<std::string, Tensor> own;
     for (const auto& [name, value] : values) {
       own[name] = in_own_dtype(value);
     }
-    load_parameters(*model, own);
+    load_parameters(*kept, own);
   }
 
   void set_optimizer_state(const TrainingState& state) {
-    optimizer->set_state(state.steps_done, [&](const std::string& name, const Tensor& parameter) {
+    const auto has = [&state](const std::string& name) {
+      return state.optimizer_state.count(name) > 0;
+    };
+    optimizer->set_state(state.optimizer_steps(), [&](const std::string& name,
+                                                      const Tensor& parameter) {
       const auto found = state.optimizer_state.find(name);
       if (found == state.optimizer_state.end()) {
+        const auto owner = name.substr(name.find('/') + 1);
+        if (!has("exp_avg/" + owner) && !has("exp_avg_sq/" + owner)) {
+          return Tensor();
+        }
         throw TraceError(
             fmt::format("the state after {} steps has no \"{}\"", state.steps_done, name));
       }
@@ -142,78 +190,82 @@ struct ReferenceTrainer::Impl {
                        fmt::join(tensor.sizes(), ", "));
   }
 
-  /// Forward and backward of one batch; the loss, before the division. Gradients are left in the
-  /// parameters.
-  Tensor run_batch(const Batch& batch, int divisor) {
-    for (auto& [name, parameter] : parameters) {
-      parameter.mutable_grad() = Tensor();
+  /// Casts the kept parameters into those that forward and backward run with.
+  void cast_parameters() {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      leaves[i].second.copy_(parameters[i].second);
     }
-    const auto output = model(batch.input.to(device));
-    const auto loss = model->loss(output, batch.target.to(device));
-    (divisor == 1 ? loss : loss / divisor).backward();
+  }
+
+  /// Forward and backward of one batch; the loss, before the division. Gradients are left in the
+  /// leaves.
+  Tensor run_batch(const Batch& batch, int divisor) {
+    for (auto& [name, leaf] : leaves) {
+      leaf.mutable_grad() = Tensor();
+    }
+    const auto dtype = dtype_named(parameter_dtype(scenario));
+    const auto call = [&](const Tensor& input) {
+      return in_output_dtype(model(input.is_floating_point() ? input.to(dtype) : input));
+    };
+    const auto loss = model->training_loss(call, batch.input.to(device), batch.target.to(device));
+    const auto divided = divisor == 1 ? loss : loss / divisor;
+    (scenario.loss_scale > 0 ? divided * scenario.loss_scale : divided).backward();
     return loss.detach();
   }
 
-  Tensor gradient_of(const Tensor& parameter) const {
-    return parameter.grad().defined() ? parameter.grad() : torch::zeros_like(parameter);
-  }
-
-  /// A micro-batch's gradients, ((g_0 + g_1) + ...) / W, and the mean of their magnitudes, in
-  /// parameter order.
+  /// The step's gradients in parameter order, in the dtype of the parameters; undefined where there
+  /// is none. Magnitudes, of the replay: the mean over ranks of the terms' magnitudes.
   struct Reduced {
     std::vector<Tensor> gradients;
     std::vector<Tensor> magnitudes;
   };
 
-  Reduced reduce_micro_batch(int step, int micro_batch, std::vector<std::vector<Tensor>>& losses) {
-    Reduced sums;
-    outputs.clear();
-    for (int rank = 0; rank < scenario.world_size; ++rank) {
-      const auto index = static_cast<std::size_t>(rank);
-      const fsdp::GeneratorScope scope(generators[index]);
-      losses[index].push_back(
-          run_batch(data.batch(step, micro_batch, rank), scenario.micro_batches));
-      add_gradients(sums);
-    }
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      sums.gradients[i].div_(scenario.world_size);
-      sums.magnitudes[i].div_(scenario.world_size);
-    }
-    return sums;
-  }
+  /// What is collected of one parameter during a step.
+  struct Collected {
+    explicit Collected(const Scenario& scenario) : reduction(scenario) {}
+    GradientReduction reduction;
+    Tensor magnitude;
+    bool has_gradient = false;
+  };
 
-  void add_gradients(Reduced& sums) const {
+  void collect_gradients(std::vector<Collected>& collected) const {
     const torch::NoGradGuard no_grad;
-    const bool is_first = sums.gradients.empty();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const auto gradient = gradient_of(parameters[i].second);
-      if (is_first) {
-        sums.gradients.push_back(gradient.clone());
-        sums.magnitudes.push_back(gradient.abs());
-      } else {
-        sums.gradients[i].add_(gradient);
-        sums.magnitudes[i].add_(gradient.abs());
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      const auto& leaf = leaves[i].second;
+      if (!leaf.requires_grad()) {
+        continue;
       }
+      auto& own = collected[i];
+      own.has_gradient = own.has_gradient || leaf.grad().defined();
+      const auto gradient = leaf.grad().defined() ? leaf.grad() : torch::zeros_like(leaf);
+      own.reduction.add(gradient);
+      const auto magnitude = gradient.abs().to(wide_dtype());
+      own.magnitude = own.magnitude.defined() ? own.magnitude.add_(magnitude) : magnitude;
     }
   }
 
-  /// Gradients of the step in parameter order. Outputs and losses go into the trace.
+  /// That magnitudes are kept in.
+  torch::Dtype wide_dtype() const {
+    return scenario.dtype == "float64" ? torch::kFloat64 : torch::kFloat32;
+  }
+
+  /// Gradients of the step. Outputs and losses go into the trace.
   Reduced replay_gradients(StepTrace& trace) {
-    Reduced total;
+    std::vector<Collected> collected(parameters.size(), Collected(scenario));
     std::vector<std::vector<Tensor>> losses(static_cast<std::size_t>(scenario.world_size));
     for (int micro_batch = 0; micro_batch < scenario.micro_batches; ++micro_batch) {
-      auto part = reduce_micro_batch(trace.step, micro_batch, losses);
+      outputs.clear();
+      for (int rank = 0; rank < scenario.world_size; ++rank) {
+        const auto index = static_cast<std::size_t>(rank);
+        const fsdp::GeneratorScope scope(generators[index]);
+        losses[index].push_back(
+            run_batch(data.batch(trace.step, micro_batch, rank), scenario.micro_batches));
+        collect_gradients(collected);
+      }
       for (const auto& [name, values] : outputs) {
         trace.tensors.push_back(
             per_rank(Quantity::output, fmt::format("{}@m{}", name, micro_batch), values));
-      }
-      if (micro_batch == 0) {
-        total = std::move(part);
-        continue;
-      }
-      for (std::size_t i = 0; i < parameters.size(); ++i) {
-        total.gradients[i].add_(part.gradients[i]);
-        total.magnitudes[i].add_(part.magnitudes[i]);
       }
     }
     std::vector<Tensor> rows;
@@ -221,7 +273,14 @@ struct ReferenceTrainer::Impl {
       rows.push_back(copied(torch::stack(row)));
     }
     trace.tensors.push_back(per_rank(Quantity::loss, "loss", rows));
-    return total;
+    Reduced reduced;
+    for (auto& own : collected) {
+      reduced.gradients.push_back(own.has_gradient ? own.reduction.result().contiguous()
+                                                   : Tensor());
+      reduced.magnitudes.push_back(own.has_gradient ? own.magnitude.div_(divide.pre * divide.post)
+                                                    : Tensor());
+    }
+    return reduced;
   }
 
   Reduced whole_gradients(StepTrace& trace) {
@@ -229,37 +288,76 @@ struct ReferenceTrainer::Impl {
     const auto loss = run_batch(data.whole_batch(trace.step), 1);
     trace.tensors.push_back(
         single(Quantity::mean_loss, "mean_loss", copied(loss.to(torch::kFloat64))));
-    Reduced result;
-    for (const auto& [name, parameter] : parameters) {
-      result.gradients.push_back(gradient_of(parameter).clone());
+    // The loss is the mean over all samples; factors of one's own make the gradient something else.
+    const double factor = scenario.world_size / (divide.pre * divide.post);
+    Reduced reduced;
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      auto gradient = leaves[i].second.grad();
+      if (gradient.defined()) {
+        gradient = gradient.detach()
+                       .to(parameters[i].second.scalar_type())
+                       .clone(at::MemoryFormat::Contiguous);
+        gradient = factor == 1 ? gradient : gradient.mul_(factor);
+      }
+      reduced.gradients.push_back(gradient);
     }
-    return result;
+    return reduced;
+  }
+
+  /// Undoes the loss scale.
+  void unscale(const Reduced& reduced) const {
+    if (scenario.loss_scale == 0) {
+      return;
+    }
+    // As a tensor: libtorch's mul_(Scalar) would round the number to a 16-bit dtype first.
+    const auto inverse = torch::tensor(static_cast<float>(1 / scenario.loss_scale));
+    for (const auto* list : {&reduced.gradients, &reduced.magnitudes}) {
+      for (const auto& tensor : *list) {
+        if (tensor.defined()) {
+          tensor.mul_(inverse);
+        }
+      }
+    }
+  }
+
+  /// Adds a tensor of each parameter that has one, from the last to the first.
+  void write_gradients(Quantity quantity, const Reduced& reduced, StepTrace& trace) const {
+    for (std::size_t i = parameters.size(); i-- > 0;) {
+      if (!reduced.gradients[i].defined()) {
+        continue;
+      }
+      trace.tensors.push_back(single(quantity, parameters[i].first, copied(reduced.gradients[i])));
+      if (quantity == Quantity::gradient && !reduced.magnitudes.empty()) {
+        trace.tensors.back().magnitude = copied(reduced.magnitudes[i]);
+      }
+    }
   }
 
   /// Clips the gradients, hands them to the optimizer, and writes down both and the norm.
   void clip(const Reduced& reduced, StepTrace& trace) {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = parameters.size(); i-- > 0;) {
-      trace.tensors.push_back(
-          single(Quantity::gradient, parameters[i].first, copied(reduced.gradients[i])));
-      if (!reduced.magnitudes.empty()) {
-        trace.tensors.back().magnitude = copied(reduced.magnitudes[i]);
-      }
-    }
-    const auto norm = exact_norm(reduced.gradients);
+    std::vector<Tensor> present;
+    std::copy_if(reduced.gradients.begin(), reduced.gradients.end(), std::back_inserter(present),
+                 [](const Tensor& gradient) { return gradient.defined(); });
+    write_gradients(Quantity::gradient, reduced, trace);
+    const auto norm = exact_norm(present, scenario.norm_type);
     trace.tensors.push_back(single(Quantity::total_norm, "total_norm", copied(norm)));
     if (scenario.max_norm > 0) {
       const auto coefficient =
           torch::full_like(norm, scenario.max_norm).div_(norm + 1e-6).clamp_max_(1);
-      for (const auto& gradient : reduced.gradients) {
+      for (const auto& gradient : present) {
         gradient.mul_(coefficient);
       }
     }
-    for (std::size_t i = parameters.size(); i-- > 0;) {
+    write_gradients(Quantity::clipped_gradient, reduced, trace);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
       parameters[i].second.mutable_grad() = reduced.gradients[i];
-      trace.tensors.push_back(
-          single(Quantity::clipped_gradient, parameters[i].first, copied(reduced.gradients[i])));
     }
+  }
+
+  /// A step whose scaled gradient is not finite is left out.
+  bool leaves_out(const StepTrace& trace) const {
+    return scenario.loss_scale > 0 && has_non_finite_gradient(trace);
   }
 
   void write_state(StepTrace& trace) const {
@@ -275,8 +373,11 @@ struct ReferenceTrainer::Impl {
   ReferenceMode mode;
   torch::Device device;
   Dataset data;
-  Model model;
-  NamedTensors parameters;
+  Model kept;   // holds what is optimised
+  Model model;  // what forward and backward run
+  DivideSpec divide;
+  NamedTensors parameters;  // of the kept model
+  NamedTensors leaves;      // of the other, in the same order
   std::unique_ptr<ReferenceOptimizer> optimizer;
   std::vector<at::Generator> generators;  // of each rank
   // Of the micro-batch that ran last, by name in execution order, then by rank; replay only.
@@ -297,10 +398,14 @@ void ReferenceTrainer::set_state(const TrainingState& state) {
 StepTrace ReferenceTrainer::step(int step) {
   StepTrace trace;
   trace.step = step;
+  impl_->cast_parameters();
   const auto gradients = impl_->mode == ReferenceMode::replay ? impl_->replay_gradients(trace)
                                                               : impl_->whole_gradients(trace);
+  impl_->unscale(gradients);
   impl_->clip(gradients, trace);
-  impl_->optimizer->step();
+  if (!impl_->leaves_out(trace)) {
+    impl_->optimizer->step();
+  }
   impl_->write_state(trace);
   return trace;
 }

@@ -1,7 +1,5 @@
 #include "reference/wording.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -22,32 +20,6 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
     }
   }
   return row.back();
-}
-
-std::string json_reason(const nlohmann::json::exception& error) {
-  // "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error while parsing
-  // value - invalid literal; last read: 'x'"
-  std::string_view reason = error.what();
-  const auto cut_through = [&reason](std::string_view end) {
-    if (const auto at = reason.find(end); at != std::string_view::npos) {
-      reason.remove_prefix(at + end.size());
-    }
-  };
-  cut_through("] ");
-  if (reason.starts_with("number overflow parsing '")) {
-    cut_through("'");
-    reason = reason.substr(0, reason.find('\''));
-    return fmt::format("the number {} is too large for a double; wanted: at most 1.8e308", reason);
-  }
-  if (reason.starts_with("parse error")) {
-    cut_through(" - ");
-  }
-  std::string text;
-  for (const char c : reason) {
-    text += c >= ' ' && c <= '~' ? std::string(1, c)
-                                 : fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
-  }
-  return text;
 }
 
 bool is_utf8(const std::string& text) {

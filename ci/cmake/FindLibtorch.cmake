@@ -1,5 +1,6 @@
-# Finds a libtorch: the one named by Torch_DIR or CMAKE_PREFIX_PATH, else the one in the virtual
-# environment that ci/setup makes. Torch's own package file insists on a CUDA toolkit whenever torch
+# Finds a libtorch: the one named by Torch_DIR or CMAKE_PREFIX_PATH (a CMake or an environment variable),
+# else the one in the virtual environment that ci/setup makes; for users of the installed library, the
+# one it was built with (Libtorch_BUILT_WITH). Torch's own package file insists on a CUDA toolkit whenever torch
 # was built with CUDA, even to compile code that has no CUDA in it; this module does not.
 #
 # Targets
@@ -7,7 +8,7 @@
 #   Libtorch::cuda  the CUDA half on top of it; only where both torch and a CUDA toolkit have CUDA.
 # Variables
 #   Libtorch_ROOT_DIR  the torch folder (holds include/ and lib/)
-#   Libtorch_VERSION   for example 2.11.0
+#   Libtorch_VERSION   for example 2.11.0; Libtorch_VERSION_MAJOR_MINOR then is 2.11
 #   Libtorch_HAS_CUDA  whether this torch was built with CUDA
 
 set(_libtorch_hints)
@@ -15,11 +16,12 @@ if(Torch_DIR)
   get_filename_component(_libtorch_from_dir "${Torch_DIR}/../../.." ABSOLUTE)
   list(APPEND _libtorch_hints "${_libtorch_from_dir}")
 endif()
-foreach(_prefix IN LISTS CMAKE_PREFIX_PATH)
+file(TO_CMAKE_PATH "$ENV{CMAKE_PREFIX_PATH}" _libtorch_environment)
+foreach(_prefix IN LISTS CMAKE_PREFIX_PATH _libtorch_environment)
   list(APPEND _libtorch_hints "${_prefix}" "${_prefix}/torch" "${_prefix}/../..")
 endforeach()
 file(GLOB _libtorch_venv "${PROJECT_SOURCE_DIR}/build/venv/lib/python3*/site-packages/torch")
-list(APPEND _libtorch_hints ${_libtorch_venv})
+list(APPEND _libtorch_hints ${_libtorch_venv} ${Libtorch_BUILT_WITH})
 
 find_path(Libtorch_ROOT_DIR NAMES include/torch/csrc/api/include/torch/torch.h
           HINTS ${_libtorch_hints} NO_DEFAULT_PATH)
@@ -33,6 +35,7 @@ if(Libtorch_ROOT_DIR)
   endforeach()
   string(REGEX REPLACE "[^0-9;]" "" _libtorch_numbers "${_libtorch_version}")
   string(REPLACE ";" "." Libtorch_VERSION "${_libtorch_numbers}")
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" Libtorch_VERSION_MAJOR_MINOR "${Libtorch_VERSION}")
 endif()
 find_library(Libtorch_CPU_LIBRARY torch_cpu HINTS "${Libtorch_ROOT_DIR}/lib" NO_DEFAULT_PATH)
 find_library(Libtorch_C10_LIBRARY c10 HINTS "${Libtorch_ROOT_DIR}/lib" NO_DEFAULT_PATH)
@@ -43,7 +46,7 @@ find_package_handle_standard_args(
   REQUIRED_VARS Libtorch_ROOT_DIR Libtorch_CPU_LIBRARY Libtorch_C10_LIBRARY
   VERSION_VAR Libtorch_VERSION
   REASON_FAILURE_MESSAGE
-    "No libtorch was found. Run ci/setup, which installs the pinned one into build/venv, or name yours with -DCMAKE_PREFIX_PATH=/path/to/libtorch (or -DTorch_DIR=/path/to/libtorch/share/cmake/Torch).")
+    "No libtorch was found. Name yours with -DCMAKE_PREFIX_PATH=/path/to/libtorch (or -DTorch_DIR=/path/to/libtorch/share/cmake/Torch). In Shardproof's own folder, ci/setup installs the pinned one into build/venv.")
 
 if(EXISTS "${Libtorch_ROOT_DIR}/lib/libtorch_cuda.so")
   set(Libtorch_HAS_CUDA TRUE)

@@ -86,9 +86,7 @@ TEST(Cleanup, RemovesWhatIsLeftAndNotWhatWasGivenUp) {
   Program program([&](const auto& ready) {
     clean_up_when_signalled();
     const Leftover leftover(left);
-    {
-      const Leftover given_up(kept);
-    }
+    { const Leftover given_up(kept); }
     ready();
     ::pause();
   });

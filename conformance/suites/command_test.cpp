@@ -105,8 +105,7 @@ TEST_F(Command, NamesThePlaceOfAFlippedBit) {
 
 TEST_F(Command, WritesIntoTheReportWhereAFaultStruck) {
   const auto report = folder_.path() / "report";
-  const auto ended =
-      shardproof(kTiny + "--fault sum_instead_of_mean --report " + report.string());
+  const auto ended = shardproof(kTiny + "--fault sum_instead_of_mean --report " + report.string());
   ASSERT_EQ(ended.code, kExitFailed) << ended.text;
   std::ifstream file(report / "summary.json");
   const auto summary = nlohmann::json::parse(file);
@@ -251,7 +250,8 @@ INSTANTIATE_TEST_SUITE_P(
                  {"no option --sceanrio, perhaps --scenario is meant; see shardproof run --help"}},
         BadInput{"UnknownOptionLikeNone", "--verbose", {"no option --verbose; see"}},
         BadInput{"StrayWord", "transformer", {"\"transformer\" belongs to no option; see"}},
-        BadInput{"OptionTwice", "--seed 1 --seed 2", {"--seed is given 2 times; wanted: once; see"}},
+        BadInput{
+            "OptionTwice", "--seed 1 --seed 2", {"--seed is given 2 times; wanted: once; see"}},
         BadInput{"OptionTwiceByTwoNames",
                  "--world 2 --world-size 2",
                  {"--world or --world-size is given 2 times; wanted: once; see"}},
@@ -392,7 +392,8 @@ TEST_F(Command, APythonThatCannotBeUsedIsOneClearMessage) {
            {"/bin/true", {"/bin/true exited with code 0 without an answer" + wanted, cure}},
            {"/bin/echo", {"/bin/echo answered \"/", wanted, cure}},
            {without_packages,
-            {" cannot import torch (", "name a Python that has them with --python or SHARDPROOF"}}}) {
+            {" cannot import torch (",
+             "name a Python that has them with --python or SHARDPROOF"}}}) {
     const auto ended = shardproof("run --quiet --python " + python + " " + kSmall);
     EXPECT_EQ(ended.code, kExitUsage) << ended.text;
     for (const auto& part : parts) {
@@ -536,23 +537,21 @@ TEST_P(SignalledCommand, LeavesNothingBehindAndEndsByTheSignal) {
   EXPECT_EQ(entries_of(results()), std::vector<std::string>());
   EXPECT_EQ(processes_with(temporary().string()), 0);
   const auto text = said();
-  const auto last = "\nshardproof: ended by " + std::string(sent.name) +
-                    "; no report was written\n";
-  EXPECT_TRUE(text.ends_with(last)) << text.substr(text.size() - std::min<std::size_t>(text.size(), 1000));
+  const auto last =
+      "\nshardproof: ended by " + std::string(sent.name) + "; no report was written\n";
+  EXPECT_TRUE(text.ends_with(last))
+      << text.substr(text.size() - std::min<std::size_t>(text.size(), 1000));
   EXPECT_EQ(text.find("shardproof: "), text.size() - last.size() + 1) << "it says more than that";
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, SignalledCommand,
-                         testing::Values(SentSignal{SIGINT, "SIGINT", true},
-                                         SentSignal{SIGTERM, "SIGTERM", true},
-                                         SentSignal{SIGHUP, "SIGHUP", true},
-                                         SentSignal{SIGINT, "SIGINT", false},
-                                         SentSignal{SIGTERM, "SIGTERM", false},
-                                         SentSignal{SIGHUP, "SIGHUP", false}),
-                         [](const auto& info) {
-                           return std::string(info.param.name) +
-                                  (info.param.python ? "WithPython" : "WithoutPython");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Each, SignalledCommand,
+    testing::Values(SentSignal{SIGINT, "SIGINT", true}, SentSignal{SIGTERM, "SIGTERM", true},
+                    SentSignal{SIGHUP, "SIGHUP", true}, SentSignal{SIGINT, "SIGINT", false},
+                    SentSignal{SIGTERM, "SIGTERM", false}, SentSignal{SIGHUP, "SIGHUP", false}),
+    [](const auto& info) {
+      return std::string(info.param.name) + (info.param.python ? "WithPython" : "WithoutPython");
+    });
 
 }  // namespace
 }  // namespace shardproof

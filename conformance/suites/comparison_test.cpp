@@ -160,6 +160,88 @@ TEST(Comparison, EqualTensorsOfEveryPlacementPass) {
             Outcome::passed);
 }
 
+Scenario hybrid_scenario() {
+  Scenario scenario = small_scenario(4);
+  scenario.strategy = "hybrid_shard";
+  scenario.replicas = 2;
+  return scenario;
+}
+
+/// Pieces of the given runs of the values.
+TraceTensor runs_of(const at::Tensor& values,
+                    const std::vector<std::pair<std::int64_t, std::int64_t>>& runs) {
+  TraceTensor tensor{Quantity::gradient, "w", values.sizes().vec(), Placement::sharded, {}, {}};
+  for (const auto& [begin, end] : runs) {
+    tensor.pieces.push_back({static_cast<int>(tensor.pieces.size()), begin,
+                             values.flatten().slice(0, begin, end).clone()});
+  }
+  return tensor;
+}
+
+Verdict compare_hybrid(const TraceTensor& got, const at::Tensor& values) {
+  StepTrace subject;
+  subject.tensors = {got};
+  StepTrace reference;
+  reference.tensors = {single(Quantity::gradient, "w", values)};
+  Expectation expectation;
+  expectation.reference = "replay";
+  expectation.want = &reference;
+  return compare_step(hybrid_scenario(), subject, expectation).at(0);
+}
+
+TEST(Comparison, EveryReplicaTilesTheTensorAndIsCompared) {
+  const at::Tensor values = numbers({9});
+  TraceTensor got = runs_of(values, {{0, 5}, {5, 9}, {0, 5}, {5, 9}});
+  EXPECT_EQ(compare_hybrid(got, values).outcome, Outcome::passed);
+  EXPECT_EQ(compare_hybrid(got, values).elements, 18);
+  // Replicas may cut differently.
+  EXPECT_EQ(compare_hybrid(runs_of(values, {{0, 5}, {5, 9}, {0, 2}, {2, 9}}), values).outcome,
+            Outcome::passed);
+  flip_lowest_bit(got.pieces[2].values, 3);
+  const Verdict verdict = compare_hybrid(got, values);
+  EXPECT_EQ(verdict.outcome, Outcome::failed);
+  EXPECT_EQ(verdict.rank, 2);
+  EXPECT_EQ(verdict.element, 3);
+
+  for (const auto& runs :
+       {std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 5}, {5, 9}, {0, 5}, {6, 9}},
+        {{0, 3}, {3, 5}, {5, 7}, {7, 9}}}) {
+    EXPECT_EQ(compare_hybrid(runs_of(values, runs), values).outcome, Outcome::failed);
+  }
+  const auto gap = compare_hybrid(runs_of(values, {{0, 5}, {5, 9}, {0, 5}, {6, 9}}), values);
+  EXPECT_TRUE(contains(gap.message,
+                       "of replica 1, which is ranks 2 to 3: no rank holds elements "
+                       "[5, 6)"))
+      << gap.message;
+  // Without replicas two ranks with the same run overlap.
+  const auto doubled = compare_one(runs_of(values, {{0, 9}, {0, 9}, {0, 0}}),
+                                   single(Quantity::gradient, "w", values));
+  EXPECT_TRUE(contains(doubled.message, "overlaps")) << doubled.message;
+}
+
+TEST(Comparison, WhatOnlyOneSideHasFailsWithTheReason) {
+  StepTrace both;
+  both.tensors = {single(Quantity::gradient, "w", numbers({2})),
+                  single(Quantity::parameter, "w", numbers({2})),
+                  single(Quantity::optimizer_state, "exp_avg/w", numbers({2}))};
+  StepTrace frozen = both;
+  frozen.tensors = {both.tensors[1]};
+  const std::vector<Verdict> more = compare(both, frozen);
+  ASSERT_EQ(more.size(), 3U);
+  EXPECT_EQ(more[1].outcome, Outcome::passed);
+  EXPECT_EQ(more[0].message,
+            "the subject has it, the reference does not; a parameter that is frozen, or that no "
+            "rank's loss depends on, has no gradient");
+  EXPECT_TRUE(contains(more[2].message, "never had a gradient has no optimizer state"));
+  const std::vector<Verdict> fewer = compare(frozen, both);
+  ASSERT_EQ(fewer.size(), 3U);
+  EXPECT_EQ(std::count_if(fewer.begin(), fewer.end(),
+                          [](const Verdict& verdict) {
+                            return verdict.message == "the reference has it, the subject does not";
+                          }),
+            2);
+}
+
 TEST(Comparison, APassedVerdictSaysWhatWasCompared) {
   const at::Tensor values = numbers({4, 5});
   const Verdict verdict = compare_one(replicated(Quantity::total_norm, "w", values, 3),
@@ -694,6 +776,96 @@ TEST_P(Bounds, CatchANanAndAnInfinityInEveryQuantity) {
   }
 }
 
+/// Scenarios of full precision that the bounds must fit too.
+std::vector<Scenario> wider_scenarios() {
+  std::vector<Scenario> scenarios;
+  for (const double p : {0.5, 1.0, 2.5, std::numeric_limits<double>::infinity()}) {
+    Scenario scenario = bounded_scenario("adamw", "float32", 0.05);
+    scenario.norm_type = p;
+    scenarios.push_back(scenario);
+  }
+  for (const char* accumulation : {"each", "last", "last_all_reduce"}) {
+    Scenario scenario = bounded_scenario("sgd", "float32", 0.1);
+    scenario.world_size = 6;
+    scenario.strategy = "hybrid_shard";
+    scenario.replicas = 3;
+    scenario.micro_batches = 3;
+    scenario.accumulation = accumulation;
+    scenarios.push_back(scenario);
+    scenario.divide = {3, 0.7};
+    scenarios.push_back(scenario);
+  }
+  for (const char* optimizer : {"sgd", "adamw"}) {
+    Scenario scenario = bounded_scenario(optimizer, "float32", 0.1);
+    scenario.model = ModelSpec();
+    scenario.model.kind = "quirks";
+    scenario.model.quirks = quirk_names();
+    scenarios.push_back(scenario);
+    scenario.model = ModelSpec();
+    scenario.model.layers = 2;
+    scenario.model.width = 16;
+    scenario.model.heads = 2;
+    scenario.model.context = 8;
+    scenario.model.tied = true;
+    scenarios.push_back(scenario);
+  }
+  return scenarios;
+}
+
+TEST(BoundedComparison, LetsCorrectRunsOfEveryNormSumAndQuirkThrough) {
+  for (const Scenario& scenario : wider_scenarios()) {
+    References references(scenario);
+    // Another correct program: it sums in another order.
+    Scenario flat = scenario;
+    flat.strategy = "full_shard";
+    flat.replicas = 1;
+    flat.accumulation = "each";
+    ReferenceTrainer other(flat, ReferenceMode::replay, initial_parameters(flat));
+    for (int step = 0; step < 4; ++step) {
+      references.step();
+      if (step > 0) {
+        other.set_state(references.start);
+      }
+      for (const StepTrace& subject : {references.replay, other.step(step)}) {
+        for (const char* reference : {"whole", "float64"}) {
+          for (const Verdict& verdict : references.compare(subject, reference)) {
+            EXPECT_EQ(verdict.outcome, Outcome::passed)
+                << dotted_name(scenario) << ": " << describe(verdict);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(BoundedComparison, CatchesWrongNormsAndMovedFrozenParameters) {
+  for (const Scenario& scenario : wider_scenarios()) {
+    References references(scenario);
+    references.step();
+    // Below p = 1 the triangle inequality does not hold, and errors count with their roots.
+    const double factor = scenario.norm_type < 1 ? 1.05 : 1.0002;
+    for (const auto quantity : {Quantity::total_norm, Quantity::clipped_gradient}) {
+      expect_caught(references, quantity, [&](at::Tensor& values) { values.mul_(factor); });
+    }
+    for (const TraceTensor& tensor : references.replay.tensors) {
+      if (tensor.quantity != Quantity::parameter ||
+          references.replay.find(Quantity::gradient, tensor.name) != nullptr) {
+        continue;
+      }
+      StepTrace damaged = references.replay;
+      for (TraceTensor& target : damaged.tensors) {
+        if (target.quantity == Quantity::parameter && target.name == tensor.name) {
+          target.pieces[0].values = tensor.pieces[0].values.clone();
+          flip_lowest_bit(target.pieces[0].values, 0);
+        }
+      }
+      for (const char* reference : {"whole", "float64"}) {
+        EXPECT_EQ(failures(references.compare(damaged, reference)), 1) << tensor.name;
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(, Bounds,
                          ::testing::Values(std::tuple("sgd", "float32", 0.0),
                                            std::tuple("sgd", "float32", 0.1),
@@ -888,15 +1060,17 @@ Verdict only_failure(const std::string& name,
   damage(steps);
   const std::vector<Verdict> verdicts = guard_verdicts(steps);
   for (const Verdict& verdict : verdicts) {
-    EXPECT_EQ(verdict.outcome, verdict.name == name ? Outcome::failed : Outcome::passed)
-        << describe(verdict);
+    EXPECT_EQ(verdict.outcome == Outcome::failed, verdict.name == name) << describe(verdict);
   }
   return named(verdicts, name);
 }
 
 TEST(TrainingGuards, PassForASoundRun) {
   for (const Verdict& verdict : guard_verdicts(sound_run())) {
-    EXPECT_EQ(verdict.outcome, Outcome::passed) << describe(verdict);
+    // Nothing is frozen in it.
+    EXPECT_EQ(verdict.outcome, verdict.name == "frozen_parameters_stayed" ? Outcome::not_applicable
+                                                                          : Outcome::passed)
+        << describe(verdict);
     EXPECT_EQ(verdict.rule, RuleKind::guard);
     EXPECT_EQ(verdict.reference, "guard");
     EXPECT_EQ(verdict.check, "fsdp.guard." + verdict.name + ".float32.w3.mlp_adamw");
@@ -950,6 +1124,97 @@ TEST(TrainingGuards, NoticeAParameterThatNeverMoves) {
                                     tensor_of(steps[0], Quantity::parameter);
                               }),
                  "1 of 1 parameters are the same after each of 2 steps: w");
+}
+
+/// A run of a model with frozen and unused parameters, by the reference.
+struct FrozenRun {
+  FrozenRun() {
+    scenario.model.kind = "quirks";
+    scenario.model.quirks = {"frozen_bias", "unused"};
+    scenario.data.kind = "synthetic";
+    scenario.world_size = 2;
+    scenario.steps = 2;
+    scenario.max_norm = 0;
+    start = initial_parameters(scenario);
+    ReferenceTrainer trainer(scenario, ReferenceMode::replay, start);
+    steps = {trainer.step(0), trainer.step(1)};
+  }
+  Verdict verdict(const std::string& name) const {
+    TrainingGuards guards(scenario, start);
+    for (const StepTrace& step : steps) {
+      guards.observe(step);
+    }
+    return named(guards.verdicts(), name);
+  }
+  at::Tensor& parameter(std::size_t step, const std::string& name) {
+    auto& tensors = steps[step].tensors;
+    return std::find_if(tensors.begin(), tensors.end(),
+                        [&](const TraceTensor& tensor) {
+                          return tensor.quantity == Quantity::parameter && tensor.name == name;
+                        })
+        ->pieces[0]
+        .values;
+  }
+
+  Scenario scenario;
+  std::map<std::string, at::Tensor> start;
+  std::vector<StepTrace> steps;
+};
+
+TEST(TrainingGuards, AcceptFrozenAndUnusedParametersThatStay) {
+  const FrozenRun run;
+  EXPECT_EQ(run.verdict("parameters_moved").outcome, Outcome::passed);
+  EXPECT_EQ(run.verdict("parameters_moved").message, "each of 3 parameters changed");
+  EXPECT_EQ(run.verdict("gradients_not_zero").outcome, Outcome::passed);
+  EXPECT_EQ(run.verdict("frozen_parameters_stayed").outcome, Outcome::passed);
+  // Three biases and spares, and the layer that never runs.
+  EXPECT_EQ(run.verdict("frozen_parameters_stayed").message,
+            "each of 9 parameters that are frozen or have no gradient stayed");
+}
+
+TEST(TrainingGuards, NoticeAFrozenOrUnusedParameterThatMoves) {
+  for (const char* name : {"layers.1.linear.bias", "layers.0.spare", "spare_layer.linear.weight"}) {
+    FrozenRun at_once;
+    for (const std::size_t step : {0, 1}) {
+      at::Tensor& values = at_once.parameter(step, name);
+      values = values * 1.5;  // the same in both steps: only the start tells
+    }
+    expect_message(at_once.verdict("frozen_parameters_stayed"), name);
+    FrozenRun later;
+    at::Tensor& values = later.parameter(1, name);
+    values = values * 1.5;
+    expect_message(later.verdict("frozen_parameters_stayed"), "1 of 9 parameters");
+  }
+  FrozenRun trained;
+  trained.steps[1].tensors.push_back(
+      single(Quantity::gradient, "layers.1.linear.bias", torch::zeros({8})));
+  expect_message(trained.verdict("frozen_parameters_stayed"),
+                 "layers.1.linear.bias (it has a gradient)");
+}
+
+TEST(TrainingGuards, AcceptAStepThatWasLeftOut) {
+  FrozenRun run;
+  run.scenario.loss_scale = 1024;
+  run.scenario.max_norm = 1;
+  tensor_of(run.steps[0], Quantity::gradient).pieces[0].values.fill_(INFINITY);
+  tensor_of(run.steps[0], Quantity::clipped_gradient).pieces[0].values.fill_(NAN);
+  // The first step did nothing: no optimizer state yet, and the weights are those of the start.
+  std::erase_if(run.steps[0].tensors, [](const TraceTensor& tensor) {
+    return tensor.quantity == Quantity::optimizer_state;
+  });
+  for (TraceTensor& tensor : run.steps[0].tensors) {
+    if (tensor.quantity == Quantity::parameter) {
+      tensor.pieces[0].values = run.start.at(tensor.name);
+    }
+  }
+  EXPECT_EQ(run.verdict("every_step_complete").outcome, Outcome::passed)
+      << run.verdict("every_step_complete").message;
+  EXPECT_EQ(run.verdict("parameters_moved").outcome, Outcome::passed);
+  // Infinity times 0 is no clipping that bit.
+  EXPECT_EQ(run.verdict("clipping_bit").outcome, Outcome::failed);
+  // And without a loss scale such a step is not left out.
+  run.scenario.loss_scale = 0;
+  expect_message(run.verdict("every_step_complete"), "step 0 has no optimizer_state");
 }
 
 TEST(TrainingGuards, NoticeAClipThatNeverBites) {

@@ -21,93 +21,17 @@
 #include <set>
 
 #include "conformance/suites/temporary_folder.h"
+#include "conformance/suites/written_out.h"
 
 namespace shardproof {
 namespace {
 
+using namespace written_out;
 using nlohmann::json;
 using testing::HasSubstr;
-using torch::Tensor;
-using Tensors = std::map<std::string, Tensor>;
 
 // ---------------------------------------------------------------------------------------------
 // Helpers
-
-/// The message of the error that `act` throws.
-template <typename Error>
-std::string message_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
-
-bool same_bits(const Tensor& a, const Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(),
-                     a.nbytes()) == 0;
-}
-
-testing::AssertionResult equal_to_the_bit(const Tensor& got, const Tensor& want) {
-  if (same_bits(got, want)) {
-    return testing::AssertionSuccess();
-  }
-  if (got.sizes() != want.sizes() || got.scalar_type() != want.scalar_type()) {
-    return testing::AssertionFailure() << "shapes or dtypes differ: " << got.toString()
-                                       << got.sizes() << ", " << want.toString() << want.sizes();
-  }
-  return testing::AssertionFailure() << got.ne(want).sum().item<std::int64_t>() << " of "
-                                     << got.numel() << " elements differ, by at most "
-                                     << (got - want).abs().max().to(torch::kFloat64).item<double>();
-}
-
-/// |a - b| / |b| in the 2-norm.
-double relative_distance(const Tensor& a, const Tensor& b) {
-  const auto wide = b.to(torch::kFloat64);
-  return ((a.to(torch::kFloat64) - wide).norm() / wide.norm()).item<double>();
-}
-
-Scenario small_transformer() {
-  Scenario scenario;
-  scenario.model.layers = 2;
-  scenario.model.width = 16;
-  scenario.model.heads = 4;
-  scenario.model.context = 8;
-  scenario.model.vocabulary = 32;
-  scenario.data.kind = "synthetic";
-  scenario.world_size = 3;
-  // Not a power of two, so that it shows where a division stands.
-  scenario.micro_batches = 3;
-  scenario.batch = 2;
-  scenario.max_norm = 0.5;
-  scenario.steps = 3;
-  scenario.seed = 11;
-  return scenario;
-}
-
-Scenario small_mlp() {
-  Scenario scenario;
-  scenario.model.kind = "mlp";
-  scenario.model.sizes = {6, 10, 4};
-  scenario.data.kind = "synthetic";
-  scenario.world_size = 3;
-  scenario.micro_batches = 2;
-  scenario.batch = 4;
-  scenario.seed = 5;
-  return scenario;
-}
-
-const Tensor& value_of(const StepTrace& trace, Quantity quantity, const std::string& name) {
-  const auto* found = trace.find(quantity, name);
-  if (found == nullptr) {
-    throw std::runtime_error(std::string(to_string(quantity)) + " \"" + name +
-                             "\" is not in the trace");
-  }
-  return found->pieces.at(0).values;
-}
 
 void expect_equal_to_the_bit(const StepTrace& got, const StepTrace& want) {
   ASSERT_EQ(got.tensors.size(), want.tensors.size());
@@ -122,89 +46,6 @@ void expect_equal_to_the_bit(const StepTrace& got, const StepTrace& want) {
           << to_string(a.quantity) << " " << a.name << " rank " << a.pieces[j].rank;
     }
   }
-}
-
-// The models once more, written as functions of their weights.
-
-using Dropout = std::function<Tensor(const Tensor&)>;
-
-Tensor no_dropout(const Tensor& x) {
-  return x;
-}
-
-Tensor linear(const Tensors& weights, const std::string& name, const Tensor& x) {
-  const auto bias = weights.find(name + ".bias");
-  return torch::linear(x, weights.at(name + ".weight"),
-                       bias == weights.end() ? Tensor() : bias->second);
-}
-
-Tensor norm(const Tensors& weights, const std::string& name, const Tensor& x) {
-  return torch::layer_norm(x, {x.size(-1)}, weights.at(name + ".weight"),
-                           weights.at(name + ".bias"), 1e-5);
-}
-
-Tensor attention(const Tensors& weights, const std::string& name, const ModelSpec& spec,
-                 const Tensor& x, const Dropout& dropout) {
-  const auto batch = x.size(0);
-  const auto time = x.size(1);
-  const auto head = spec.width / spec.heads;
-  const auto by_head = [&](const Tensor& part) {
-    return part.view({batch, time, spec.heads, head}).transpose(1, 2);
-  };
-  const auto qkv = linear(weights, name + ".qkv", x).chunk(3, -1);
-  auto scores = torch::matmul(by_head(qkv[0]), by_head(qkv[1]).transpose(-2, -1)) *
-                (1.0 / std::sqrt(static_cast<double>(head)));
-  const auto mask = torch::ones({time, time}, torch::kBool).triu(1);
-  scores = scores.masked_fill(mask, -std::numeric_limits<float>::infinity());
-  const auto mixed = torch::matmul(dropout(torch::softmax(scores, -1)), by_head(qkv[2]));
-  return linear(weights, name + ".output",
-                mixed.transpose(1, 2).reshape({batch, time, spec.width}));
-}
-
-Tensor transformer(const Tensors& weights, const ModelSpec& spec, const Tensor& ids,
-                   const Dropout& dropout) {
-  const auto positions = torch::arange(ids.size(1));
-  auto x = dropout(torch::embedding(weights.at("token_embedding.weight"), ids) +
-                   torch::embedding(weights.at("position_embedding.weight"), positions));
-  for (std::int64_t i = 0; i < spec.layers; ++i) {
-    const auto block = "blocks." + std::to_string(i) + ".";
-    x = x + dropout(attention(weights, block + "attention", spec, norm(weights, block + "norm1", x),
-                              dropout));
-    const auto hidden =
-        torch::gelu(linear(weights, block + "mlp.up", norm(weights, block + "norm2", x)));
-    x = x + dropout(linear(weights, block + "mlp.down", hidden));
-  }
-  return linear(weights, "head", norm(weights, "norm", x));
-}
-
-Tensor mlp(const Tensors& weights, const ModelSpec& spec, const Tensor& input,
-           const Dropout& dropout) {
-  auto x = input;
-  for (std::size_t i = 0; i + 1 < spec.sizes.size(); ++i) {
-    x = linear(weights, "layers." + std::to_string(i) + ".linear", x);
-    if (i + 2 < spec.sizes.size()) {
-      x = dropout(torch::gelu(x));
-    }
-  }
-  return x;
-}
-
-Tensor loss_of(const Tensors& weights, const Scenario& scenario, const Batch& batch,
-               const Dropout& dropout = no_dropout) {
-  if (scenario.model.kind == "mlp") {
-    return torch::mse_loss(mlp(weights, scenario.model, batch.input, dropout), batch.target);
-  }
-  const auto output = transformer(weights, scenario.model, batch.input, dropout);
-  return torch::nn::functional::cross_entropy(output.view({-1, scenario.model.vocabulary}),
-                                              batch.target.view(-1));
-}
-
-Tensors leaves(const Tensors& values) {
-  Tensors result;
-  for (const auto& [name, value] : values) {
-    result[name] = value.detach().clone().requires_grad_();
-  }
-  return result;
 }
 
 /// Gradients of loss / divisor.
@@ -257,20 +98,31 @@ class RandomScenarios {
  public:
   Scenario draw() {
     Scenario s;
-    const bool is_mlp = pick<bool>({false, true});
-    s.model.kind = is_mlp ? "mlp" : "transformer";
-    s.data.kind = is_mlp ? "synthetic" : pick<std::string>({"bytes", "synthetic"});
-    if (is_mlp) {
+    s.model.kind = pick<std::string>({"mlp", "transformer", "quirks"});
+    const bool is_transformer = s.model.kind == "transformer";
+    s.data.kind = is_transformer ? pick<std::string>({"bytes", "synthetic"}) : "synthetic";
+    if (s.model.kind == "mlp") {
       s.model.sizes = pick<std::vector<std::int64_t>>(
           {{16, 32, 32, 8}, {1, 1}, {11, 1}, {1, 11}, {1, 1, 1}, {16, 32}});
+    } else if (s.model.kind == "quirks") {
+      s.model.depth = pick<std::int64_t>({3, 4});
+      s.model.quirk_width = pick<std::int64_t>({8, 1});
+      for (const auto& quirk : quirk_names()) {
+        if (pick<int>({0, 0, 1}) == 1) {
+          s.model.quirks.push_back(quirk);
+        }
+      }
     } else {
+      s.model.tied = pick<bool>({false, true});
       s.model.layers = pick<std::int64_t>({4, 1, 12});
       s.model.width = pick<std::int64_t>({256, 16, 24});
       s.model.heads = pick<std::int64_t>({8, 1, 2});
       s.model.context = pick<std::int64_t>({64, 1, 11});
       s.model.vocabulary = pick<std::int64_t>({256, 300});
     }
-    s.model.dropout = pick<double>({0, 0, 0.1, 0.5});
+    if (s.model.kind != "quirks") {
+      s.model.dropout = pick<double>({0, 0, 0.1, 0.5});
+    }
     s.optimizer.kind = pick<std::string>({"adamw", "sgd"});
     s.optimizer.lr = number(1e-3);
     if (s.optimizer.kind == "sgd") {
@@ -284,9 +136,13 @@ class RandomScenarios {
     s.seed = pick<std::uint64_t>({0, 1, std::numeric_limits<std::uint64_t>::max()});
     s.world_size = pick<int>({4, 1, 12, 512});
     s.wrap = pick<std::string>({"layer", "model"});
-    s.dtype = pick<std::string>({"float32", "float64"});
+    s.dtype = dtype();
     s.max_norm = number(1);
+    s.norm_type = pick<double>({2, 1, 2.5, std::numeric_limits<double>::infinity()});
     s.micro_batches = pick<int>({1, 2, 12});
+    s.loss_scale = pick<double>({0, 0, 1, 1024});
+    draw_sharding(s);
+    draw_precision(s);
     s.batch = pick<std::int64_t>({4, 1, 2});
     s.steps = pick<int>({20, 2});
     // Names made to be mistaken for a field and its value.
@@ -296,6 +152,33 @@ class RandomScenarios {
   }
 
  private:
+  void draw_sharding(Scenario& s) {
+    s.strategy = pick<std::string>(
+        {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"});
+    const bool is_hybrid = s.strategy.starts_with("hybrid");
+    s.replicas = is_hybrid ? pick<int>({1, s.world_size}) : 1;
+    if (s.micro_batches > 1) {
+      s.accumulation = pick<std::string>({"each", "last", is_hybrid ? "last_all_reduce" : "last"});
+    }
+    s.divide.post = pick<double>({0, 0, 3, 0.5});
+    s.divide.pre = s.divide.post > 0 ? pick<double>({0, 2}) : 0;
+    s.schedule.reshard_after_forward = pick<int>({-1, 0, 1});
+    s.schedule.forward_prefetch = pick<int>({0, 2});
+    s.schedule.backward_prefetch = pick<std::string>({"pre", "post", "none"});
+    s.schedule.limit_gathers = pick<int>({0, 2});
+    s.construction = pick<std::string>({"plain", "meta", "sync"});
+  }
+  void draw_precision(Scenario& s) {
+    s.precision.parameter = pick<bool>({false, true}) ? dtype() : "";
+    s.precision.reduce = pick<bool>({false, true}) ? dtype() : "";
+    s.precision.output = pick<bool>({false, true}) ? dtype() : "";
+    if (has_quirk(s, "buffer")) {
+      s.precision.buffer = pick<bool>({false, true}) ? dtype() : "";
+    }
+    s.precision.exempt_norms =
+        s.model.kind == "transformer" && parameter_dtype(s) != s.dtype && pick<bool>({false, true});
+  }
+  std::string dtype() { return pick<std::string>({"float32", "float64", "bfloat16", "float16"}); }
   template <typename T>
   T pick(const std::vector<T>& values) {
     return values[std::uniform_int_distribution<std::size_t>(0, values.size() - 1)(random_)];
@@ -352,6 +235,7 @@ TEST(Scenario, ChangingAnyOneFieldChangesTheName) {
       {{{"context", 9}}, "model"},
       {{{"vocabulary", 300}}, "model"},
       {{{"dropout", 0.1}}, "model"},
+      {{{"tied", true}}, "model"},
       {{{"kind", "synthetic"}}, "data"},
       {{{"kind", "sgd"}}, "optimizer"},
       {{{"lr", 1e-4}}, "optimizer"},
@@ -368,12 +252,63 @@ TEST(Scenario, ChangingAnyOneFieldChangesTheName) {
       {{{"steps", 2}}, ""},
       {{{"backend", "mpi"}}, ""},
       {{{"device", "cuda"}}, ""},
+      {{{"dtype", "bfloat16"}}, ""},
+      {{{"dtype", "float16"}}, ""},
+      {{{"strategy", "shard_grad_op"}}, ""},
+      {{{"strategy", "no_shard"}}, ""},
+      {{{"strategy", "hybrid_shard"}}, ""},
+      {{{"strategy", "hybrid_shard_zero2"}}, ""},
+      {{{"strategy", "hybrid_shard"}, {"replicas", 2}}, ""},
+      {{{"strategy", "hybrid_shard"}, {"replicas", 2}, {"micro_batches", 2}}, ""},
+      {{{"strategy", "hybrid_shard"},
+        {"replicas", 2},
+        {"micro_batches", 2},
+        {"accumulation", "last_all_reduce"}},
+       ""},
+      {{{"micro_batches", 2}, {"accumulation", "last"}}, ""},
+      {{{"norm_type", 1}}, ""},
+      {{{"norm_type", "inf"}}, ""},
+      {{{"loss_scale", 8}}, ""},
+      {{{"construction", "meta"}}, ""},
+      {{{"construction", "sync"}}, ""},
+      {{{"parameter", "bfloat16"}}, "precision"},
+      {{{"parameter", "bfloat16"}, {"exempt_norms", true}}, "precision"},
+      {{{"reduce", "bfloat16"}}, "precision"},
+      {{{"output", "bfloat16"}}, "precision"},
+      {{{"post", 4}}, "divide"},
+      {{{"pre", 4}, {"post", 4}}, "divide"},
+      {{{"reshard_after_forward", 0}}, "schedule"},
+      {{{"reshard_after_forward", 1}}, "schedule"},
+      {{{"reshard_after_forward", 2}}, "schedule"},
+      {{{"forward_prefetch", 1}}, "schedule"},
+      {{{"backward_prefetch", "none"}}, "schedule"},
+      {{{"limit_gathers", 1}}, "schedule"},
   };
   std::set<std::string> names = {dotted_name(Scenario())};
   for (const auto& [change, object] : changes) {
     const auto scenario = scenario_from_json(object.empty() ? change : json{{object, change}});
     EXPECT_TRUE(names.insert(dotted_name(scenario)).second) << change;
   }
+  Scenario quirks;
+  quirks.model.kind = "quirks";
+  quirks.data.kind = "synthetic";
+  EXPECT_TRUE(names.insert(dotted_name(quirks)).second);
+  for (const auto& quirk : quirk_names()) {
+    auto one = quirks;
+    one.model.quirks = {quirk};
+    EXPECT_TRUE(names.insert(dotted_name(one)).second) << quirk;
+  }
+  auto deep = quirks;
+  deep.model.depth = 4;
+  EXPECT_TRUE(names.insert(dotted_name(deep)).second);
+  auto wide = quirks;
+  wide.model.quirk_width = 9;
+  EXPECT_TRUE(names.insert(dotted_name(wide)).second);
+  auto buffers = quirks;
+  buffers.model.quirks = {"buffer"};
+  buffers.precision.buffer = "float32";
+  EXPECT_TRUE(names.insert(dotted_name(buffers)).second);
+
   Scenario sgd;
   sgd.optimizer.kind = "sgd";
   auto momentum = sgd;
@@ -392,6 +327,68 @@ TEST(Scenario, SurvivesJsonWhateverItsValues) {
     // Through text too: numbers must read back as the same ones.
     ASSERT_EQ(scenario_from_json(json::parse(to_json(scenario).dump())), scenario);
   }
+}
+
+TEST(Scenario, QuirksStandInTheirOwnOrder) {
+  const auto scenario = scenario_from_json(json::parse(
+      R"({"model": {"kind": "quirks", "quirks": ["tuple", "twice", "scalar"]},
+          "data": {"kind": "synthetic"}, "norm_type": "inf"})"));
+  EXPECT_THAT(scenario.model.quirks, testing::ElementsAre("twice", "scalar", "tuple"));
+  EXPECT_TRUE(std::isinf(scenario.norm_type));
+  EXPECT_EQ(to_json(scenario).at("norm_type"), "inf");
+  auto shuffled = scenario;
+  shuffled.model.quirks = {"tuple", "scalar", "twice"};
+  EXPECT_NO_THROW(validate(shuffled));
+  EXPECT_EQ(to_json(shuffled), to_json(scenario));
+  EXPECT_EQ(dotted_name(shuffled), dotted_name(scenario));
+  EXPECT_EQ(dotted_name(scenario),
+            "quirks.adamw.float32.w4.full_shard_layer_quirks_twice_scalar_tuple_norm_typeinf");
+  EXPECT_TRUE(has_quirk(scenario, "twice"));
+  EXPECT_FALSE(has_quirk(scenario, "unused"));
+}
+
+struct Factors {
+  int world_size;
+  double pre;
+  double post;
+};
+
+TEST(Scenario, Float16IsDividedBeforeAndAfterTheSum) {
+  // As PyTorch's FSDP: powers of two that divide the world size, up to its root.
+  for (const auto& want :
+       {Factors{1, 1, 1}, Factors{2, 2, 1}, Factors{3, 2, 1.5}, Factors{4, 2, 2},
+        Factors{6, 4, 1.5}, Factors{8, 4, 2}, Factors{64, 8, 8}, Factors{5, 2, 2.5}}) {
+    Scenario scenario;
+    scenario.world_size = want.world_size;
+    EXPECT_EQ(divide_factors(scenario), (DivideSpec{1, static_cast<double>(want.world_size)}));
+    scenario.precision.reduce = "float16";
+    EXPECT_EQ(divide_factors(scenario), (DivideSpec{want.pre, want.post})) << want.world_size;
+    scenario.divide.post = 3;
+    EXPECT_EQ(divide_factors(scenario), (DivideSpec{1, 3}));
+    scenario.divide.pre = 5;
+    EXPECT_EQ(divide_factors(scenario), (DivideSpec{5, 3}));
+  }
+}
+
+TEST(Scenario, LayoutAndDtypesFollowFromTheFields) {
+  Scenario scenario;
+  scenario.world_size = 6;
+  EXPECT_EQ(layout_of(scenario).replicas, 1);
+  EXPECT_EQ(layout_of(scenario).shards, 6);
+  scenario.strategy = "no_shard";
+  EXPECT_EQ(layout_of(scenario).replicas, 6);
+  EXPECT_EQ(layout_of(scenario).shards, 1);
+  scenario.strategy = "hybrid_shard_zero2";
+  scenario.replicas = 2;
+  EXPECT_EQ(layout_of(scenario).replicas, 2);
+  EXPECT_EQ(layout_of(scenario).shards, 3);
+  EXPECT_EQ(parameter_dtype(scenario), "float32");
+  EXPECT_EQ(reduce_dtype(scenario), "float32");
+  scenario.precision.parameter = "bfloat16";
+  EXPECT_EQ(parameter_dtype(scenario), "bfloat16");
+  EXPECT_EQ(reduce_dtype(scenario), "bfloat16");
+  scenario.precision.reduce = "float64";
+  EXPECT_EQ(reduce_dtype(scenario), "float64");
 }
 
 struct BadScenario {
@@ -439,7 +436,8 @@ TEST(Scenario, WhatCannotBeIsRefusedByName) {
       {"unknown model",
        R"({"model": {"kind": "rnn"}})",
        {"model.kind", "rnn", "\"mlp\", \"transformer\""}},
-      {"unknown dtype", R"({"dtype": "float16"})", {"dtype", "float16", "\"float32\""}},
+      {"unknown dtype", R"({"dtype": "float8"})", {"dtype", "float8", "\"float32\""}},
+      {"dtype that is not set", R"({"dtype": ""})", {"dtype is \"\"", "\"float32\""}},
       {"unknown strategy", R"({"strategy": "zero9"})", {"strategy", "zero9", "full_shard"}},
       {"unknown wrap", R"({"wrap": "all"})", {"wrap", "all", "\"layer\""}},
       {"upper case", R"({"backend": "NCCL"})", {"backend", "NCCL", "lower-case"}},
@@ -471,6 +469,81 @@ TEST(Scenario, WhatCannotBeIsRefusedByName) {
       {"corpus that nobody reads",
        R"({"data": {"kind": "synthetic", "corpus": ["a"]}})",
        {"data.corpus", "bytes"}},
+      {"replicas without a hybrid",
+       R"({"replicas": 2})",
+       {"replicas is 2", "full_shard", "hybrid"}},
+      {"replicas of no_shard",
+       R"({"strategy": "no_shard", "replicas": 4})",
+       {"replicas is 4", "1", "no_shard"}},
+      {"replicas that do not divide",
+       R"({"strategy": "hybrid_shard", "replicas": 3})",
+       {"replicas is 3", "divisor of world_size", "4"}},
+      {"groups that do not divide",
+       R"({"strategy": "hybrid_shard", "replicas": 2, "schedule": {"reshard_after_forward": 4}})",
+       {"schedule.reshard_after_forward is 4", "divisor", "2"}},
+      {"prefetch too far",
+       R"({"schedule": {"forward_prefetch": 9}})",
+       {"schedule.forward_prefetch", "9", "0 to 8"}},
+      {"unknown parameter dtype",
+       R"({"precision": {"parameter": "half"}})",
+       {"precision.parameter", "half", "float16"}},
+      {"no norm to exempt",
+       R"({"model": {"kind": "mlp"}, "data": {"kind": "synthetic"},
+           "precision": {"parameter": "bfloat16", "exempt_norms": true}})",
+       {"precision.exempt_norms", "LayerNorm", "mlp"}},
+      {"nothing to exempt from",
+       R"({"precision": {"exempt_norms": true}})",
+       {"precision.exempt_norms", "precision.parameter", "same as dtype"}},
+      {"truth value as text",
+       R"({"precision": {"exempt_norms": "yes"}})",
+       {"precision.exempt_norms", "yes", "true or false"}},
+      {"no buffer to cast",
+       R"({"precision": {"buffer": "float32"}})",
+       {"precision.buffer", "float32", "\"buffer\""}},
+      {"accumulation of one micro-batch",
+       R"({"accumulation": "last"})",
+       {"accumulation is \"last\"", "\"each\"", "micro_batches is 1"}},
+      {"one stage cannot wait",
+       R"({"accumulation": "last_all_reduce", "micro_batches": 2})",
+       {"accumulation is \"last_all_reduce\"", "\"last\"", "full_shard"}},
+      {"division before only",
+       R"({"divide": {"pre": 2}})",
+       {"divide.post is 0", "divide.pre is 2"}},
+      {"negative factor", R"({"divide": {"post": -2}})", {"divide.post", "-2"}},
+      {"negative scale", R"({"loss_scale": -1})", {"loss_scale", "-1"}},
+      {"scale that float32 does not hold",
+       R"({"loss_scale": 1e39})",
+       {"loss_scale is 1e+39", "float32"}},
+      {"scale without a reciprocal", R"({"loss_scale": 1e-39})", {"loss_scale is 1e-39", "recip"}},
+      {"norm of order zero", R"({"norm_type": 0})", {"norm_type is 0", "above 0", "\"inf\""}},
+      {"norm of another word", R"({"norm_type": "max"})", {"norm_type is \"max\"", "\"inf\""}},
+      {"quirks of a transformer",
+       R"({"model": {"quirks": ["twice"]}})",
+       {"model.quirks", "twice", "\"quirks\""}},
+      {"tied mlp",
+       R"({"model": {"kind": "mlp", "tied": true}, "data": {"kind": "synthetic"}})",
+       {"model.tied", "true", "transformer"}},
+      {"unknown quirk",
+       R"({"model": {"kind": "quirks", "quirks": ["twice", "odd"]}, "data": {"kind": "synthetic"}})",
+       {"model.quirks[1]", "odd", "\"tied_inside\""}},
+      {"quirk twice",
+       R"({"model": {"kind": "quirks", "quirks": ["twice", "twice"]}, "data": {"kind": "synthetic"}})",
+       {"model.quirks[1]", "\"twice\" once more", "at most once"}},
+      {"quirk of a layer that is not there",
+       R"({"model": {"kind": "quirks", "depth": 1, "quirks": ["frozen_layer"]},
+           "data": {"kind": "synthetic"}})",
+       {"model.depth is 1", "at least 2", "frozen_layer"}},
+      {"a last layer both tied and frozen",
+       R"({"model": {"kind": "quirks", "depth": 2, "quirks": ["frozen_layer", "tied_across"]},
+           "data": {"kind": "synthetic"}})",
+       {"model.depth is 2", "at least 3", "tied_across"}},
+      {"dropout of quirks",
+       R"({"model": {"kind": "quirks", "dropout": 0.5}, "data": {"kind": "synthetic"}})",
+       {"model.dropout", "0.5", "quirks"}},
+      {"bytes into quirks", R"({"model": {"kind": "quirks"}})", {"data.kind", "quirks"}},
+      {"unknown field of precision",
+       R"({"precision": {"param": "float32"}})",
+       {"precision.param\"", "precision.parameter"}},
       {"corpus is one text", R"({"data": {"corpus": "a"}})", {"data.corpus", "list"}},
       {"corpus of numbers", R"({"data": {"corpus": ["a", 1]}})", {"data.corpus[1]", "string"}},
       {"corpus without a name", R"({"data": {"corpus": [""]}})", {"data.corpus[0]", "empty"}},
@@ -557,6 +630,17 @@ class Schema : public testing::Test {
     json scenario = {{"data", {{"kind", "synthetic"}}}};
     if (name == "sizes") {
       scenario["model"]["kind"] = "mlp";
+    } else if (name == "depth" || name == "quirk_width" || name == "quirks" || name == "buffer") {
+      scenario["model"]["kind"] = "quirks";
+      scenario["model"]["quirks"] = {"buffer"};
+    } else if (name == "replicas") {
+      scenario["strategy"] = "hybrid_shard";
+      scenario["world_size"] = 512;
+    } else if (name == "accumulation") {
+      scenario["strategy"] = "hybrid_shard";
+      scenario["micro_batches"] = 2;
+    } else if (name == "reshard_after_forward") {
+      scenario["world_size"] = 512;
     } else if (name == "momentum") {
       scenario["optimizer"]["kind"] = "sgd";
     } else if (name == "corpus") {
@@ -579,6 +663,14 @@ class Schema : public testing::Test {
         return false;
       }
     };
+    if (property.value("type", "") == "boolean") {
+      EXPECT_TRUE(accepts(false)) << name;
+      EXPECT_FALSE(accepts(0)) << name;
+    }
+    // It needs divide.post.
+    if (name == "pre") {
+      return;
+    }
     if (property.contains("minimum")) {
       EXPECT_TRUE(accepts(property["minimum"])) << name;
       EXPECT_FALSE(accepts(property["minimum"].get<std::int64_t>() - 1)) << name;
@@ -626,8 +718,11 @@ TEST_F(Schema, HasTheFieldsDefaultsAndLimitsOfTheProgram) {
       compare_limits(object, item.key(), item.value());
     }
   };
+  EXPECT_EQ(
+      schema.at("properties").at("model").at("properties").at("quirks").at("items").at("enum"),
+      json(quirk_names()));
   compare("", schema, defaults);
-  for (const auto* object : {"model", "data", "optimizer"}) {
+  for (const auto* object : {"model", "data", "optimizer", "precision", "divide", "schedule"}) {
     compare(object, schema.at("properties").at(object), defaults.at(object));
   }
 }
@@ -1064,6 +1159,21 @@ TEST(Trace, TheStateAfterAStepIsItsParametersAndOptimizerState) {
   EXPECT_EQ(state.parameters.at("layer.weight").sizes(), at::IntArrayRef({2, 5}));
   ASSERT_EQ(state.optimizer_state.size(), 1U);
   EXPECT_EQ(state.optimizer_state.count("exp_avg/layer.weight"), 1U);
+  EXPECT_EQ(state.optimizer_steps(), 7);
+  EXPECT_EQ(state_after(trace, 2).steps_done, 7);
+  EXPECT_EQ(state_after(trace, 2).optimizer_steps(), 5);
+  EXPECT_FALSE(has_non_finite_gradient(trace));
+  trace.tensors[1].pieces[1].values = torch::full({7}, INFINITY);
+  EXPECT_FALSE(has_non_finite_gradient(trace));  // that is a parameter
+  trace.tensors[0].pieces[0].values = torch::full({10}, NAN);
+  EXPECT_TRUE(has_non_finite_gradient(trace));
+}
+
+TEST(Trace, ReplicasOfAShardStandOnce) {
+  const auto want = torch::arange(10, torch::kFloat32).reshape({2, 5});
+  auto twice = sharded({{0, 4}, {4, 10}, {0, 4}, {4, 10}});
+  twice.pieces[2].values = torch::full({4}, -1.0F);  // the first replica is taken
+  EXPECT_TRUE(equal_to_the_bit(assemble(twice), want));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1170,6 +1280,86 @@ TEST(Norm, HoldsAtTheEndsOfTheRange) {
   EXPECT_EQ(exact_norm({smallest}).item<float>(), 2 * std::numeric_limits<float>::denorm_min());
   EXPECT_EQ(exact_norm({torch::full({1}, std::numeric_limits<float>::max())}).item<float>(),
             std::numeric_limits<float>::max());
+}
+
+TEST(Norm, OfOtherOrdersSumsTheExactPowers) {
+  // From Python: math.pow(math.fsum(math.pow(x, p)), 1 / p). Sums in order differ in the last
+  // digits.
+  const auto norm = [](std::uint64_t kind, int count, std::uint64_t spread, double p) {
+    auto values = scattered(kind, count, spread);
+    for (std::size_t i = 0; i < values.size(); i += 2) {
+      values[i] = -values[i];  // signs do not count
+    }
+    return exact_norm({torch::tensor(values, torch::kFloat64)}, p).item<double>();
+  };
+  const double infinity = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(norm(1, 1000, 40, 1), 0x1.a21e1e8e7cc6bp+23);
+  EXPECT_EQ(norm(1, 1000, 40, 2), 0x1.b8cb067aa3c97p+20);
+  EXPECT_EQ(norm(1, 1000, 40, 3), 0x1.f9f52cc58a378p+19);
+  EXPECT_EQ(norm(1, 1000, 40, 2.5), 0x1.3879c8037db22p+20);
+  EXPECT_EQ(norm(1, 1000, 40, 0.5), 0x1.9d45eb5e5d4f1p+30);
+  EXPECT_EQ(norm(1, 1000, 40, infinity), 0x1.f45188843fa4ep+18);
+  EXPECT_EQ(norm(3, 300, 900, 1), 0x1.7d9de35945519p+446);
+  EXPECT_EQ(norm(3, 300, 900, 0.5), 0x1.213de5e5b3a3ep+448);
+  EXPECT_EQ(norm(3, 300, 900, 3), infinity);  // a power above the range of float64
+  EXPECT_EQ(norm(3, 300, 900, infinity), 0x1.930f60f75f002p+445);
+}
+
+TEST(Norm, OfEveryOrderIsRoundedToEachDtypeOnce) {
+  // Sums in extended precision: far closer than a rounding of 24 or fewer bits.
+  for (const auto dtype : {torch::kFloat32, torch::kBFloat16, torch::kFloat16}) {
+    const auto values =
+        (torch::tensor(scattered(4, 1000, 6), torch::kFloat64) - 0.5).to(dtype).reshape({50, 20});
+    for (const double p : {1.0, 2.0, 3.0, 2.5}) {
+      long double sum = 0;
+      for (const auto& row : values.unbind()) {
+        for (std::int64_t i = 0; i < row.numel(); ++i) {
+          sum += std::pow(std::fabs(static_cast<long double>(row[i].item<double>())), p);
+        }
+      }
+      const auto want = static_cast<double>(std::pow(sum, 1.0L / p));
+      const auto got = exact_norm({values}, p);
+      EXPECT_TRUE(equal_to_the_bit(got, torch::tensor(want, torch::kFloat64).to(dtype)))
+          << "p " << p << " " << got.item<double>() << " " << want;
+    }
+    EXPECT_TRUE(equal_to_the_bit(exact_norm({values}, std::numeric_limits<double>::infinity()),
+                                 values.abs().max()));
+  }
+}
+
+TEST(Norm, IsNotRoundedTwiceOnTheWayTo16Bits) {
+  // Sums (p = 1) at and a little above halfway between two numbers, by less than float32 sees.
+  const auto sum = [](std::vector<double> values, torch::Dtype dtype) {
+    return exact_norm({torch::tensor(values, torch::kFloat64).to(dtype)}, 1).item<double>();
+  };
+  EXPECT_EQ(sum({1, 0x1p-8}, torch::kBFloat16), 1);
+  EXPECT_EQ(sum({1, 0x1p-8, 0x1p-40}, torch::kBFloat16), 1 + 0x1p-7);
+  EXPECT_EQ(sum({1, 0x1.8p-7}, torch::kBFloat16), 1 + 0x1p-6);
+  EXPECT_EQ(sum({1 + 0x1p-7, 0x1p-9, 0x1.fep-10, 0x1p-40}, torch::kBFloat16), 1 + 0x1p-7);
+  EXPECT_EQ(sum({1, 0x1p-11}, torch::kFloat16), 1);
+  EXPECT_EQ(sum({2048, 1}, torch::kFloat16), 2048);
+  EXPECT_EQ(sum({2048, 1, 0x1p-24}, torch::kFloat16), 2050);
+  EXPECT_EQ(sum({65504, 15.992}, torch::kFloat16), 65504);
+  EXPECT_EQ(sum({65504, 16}, torch::kFloat16), std::numeric_limits<double>::infinity());
+}
+
+TEST(Norm, OfEveryOrderTellsWhatIsNotFinite) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double p : {0.5, 1.0, 2.0, 2.5, infinity}) {
+    const auto norm = [p](const std::vector<double>& values) {
+      return exact_norm({torch::tensor(values, torch::kFloat64)}, p).item<double>();
+    };
+    EXPECT_EQ(norm({1, -infinity, 2}), infinity) << p;
+    EXPECT_TRUE(std::isnan(norm({infinity, NAN, 1}))) << p;
+    EXPECT_TRUE(std::isnan(norm({1, NAN, 2}))) << p;
+    EXPECT_EQ(norm({}), 0) << p;
+    EXPECT_EQ(norm({0.0, -0.0}), 0) << p;
+    EXPECT_EQ(norm({-4}), 4) << p;
+  }
+  for (const double p : {0.0, -1.0, static_cast<double>(NAN)}) {
+    EXPECT_THAT(message_of<std::invalid_argument>([p] { exact_norm({torch::ones({1})}, p); }),
+                HasSubstr("above 0"));
+  }
 }
 
 TEST(Norm, TellsWhatIsNotFiniteAndWhatIsNotThere) {
@@ -1513,49 +1703,6 @@ TEST(Reference, ClippingScalesEveryGradientByTheSameFactor) {
     EXPECT_NEAR(std::sqrt(squares), bites ? max_norm : norm, 1e-2 * (bites ? max_norm : norm));
   }
 }
-
-/// The optimizers as reference/README.md writes them, one parameter at a time.
-class WrittenOut {
- public:
-  explicit WrittenOut(OptimizerSpec spec) : spec_(std::move(spec)) {}
-
-  void step(int t, Tensor& p, Tensor g, Tensors& state) const {
-    if (spec_.kind == "adamw") {
-      adamw(t, p, g, state);
-    } else {
-      sgd(p, std::move(g), state);
-    }
-  }
-
- private:
-  void sgd(Tensor& p, Tensor g, Tensors& state) const {
-    if (spec_.weight_decay != 0) {
-      g = g.add(p, spec_.weight_decay);
-    }
-    if (spec_.momentum != 0) {
-      auto& buffer = state["momentum_buffer"];
-      buffer = buffer.defined() ? buffer.mul(spec_.momentum).add(g) : g.clone();
-      g = buffer;
-    }
-    p = p.add(g, -spec_.lr);
-  }
-  void adamw(int t, Tensor& p, const Tensor& g, Tensors& state) const {
-    if (t == 1) {
-      state["exp_avg"] = torch::zeros_like(p);
-      state["exp_avg_sq"] = torch::zeros_like(p);
-    }
-    if (spec_.weight_decay != 0) {
-      p = p.mul(1 - spec_.lr * spec_.weight_decay);
-    }
-    state["exp_avg"] = state["exp_avg"].mul(spec_.beta1).add(g, 1 - spec_.beta1);
-    state["exp_avg_sq"] = state["exp_avg_sq"].mul(spec_.beta2).addcmul(g, g, 1 - spec_.beta2);
-    const auto denominator =
-        (state["exp_avg_sq"].sqrt() / std::sqrt(1 - std::pow(spec_.beta2, t))).add(spec_.eps);
-    p = p.addcdiv(state["exp_avg"], denominator, -spec_.lr / (1 - std::pow(spec_.beta1, t)));
-  }
-
-  OptimizerSpec spec_;
-};
 
 std::vector<OptimizerSpec> optimizers() {
   OptimizerSpec adamw;

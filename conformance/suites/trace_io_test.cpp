@@ -239,6 +239,40 @@ TEST_F(TraceIo, AStateComesBackToTheBit) {
   EXPECT_EQ(back.optimizer_state.size(), 1U);
 }
 
+TEST_F(TraceIo, AStateSaysHowManyStepsTheOptimizerTook) {
+  TrainingState state;
+  state.steps_done = 7;
+  state.left_out = 3;
+  write_state(file(), state);
+  EXPECT_EQ(read_state(file()).steps_done, 7);
+  EXPECT_EQ(read_state(file()).optimizer_steps(), 4);
+  SafetensorsFile content = read_safetensors(file());
+  EXPECT_EQ(content.metadata.at("optimizer_steps"), "4");
+  content.metadata.erase("optimizer_steps");
+  write_safetensors(file(), content);
+  EXPECT_EQ(read_state(file()).optimizer_steps(), 7);
+  content.metadata["optimizer_steps"] = "8";
+  write_safetensors(file(), content);
+  EXPECT_THROW(read_state(file()), FileError);
+}
+
+TEST_F(TraceIo, SixteenBitTensorsComeBackToTheBit) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    auto values = torch::randn({3, 5}).to(dtype);
+    values[0][0] = INFINITY;
+    values[0][1] = NAN;
+    values[0][2] = -0.0F;
+    values[0][3] = 0x1p-24;  // the smallest float16
+    StepTrace step = small_step();
+    step.tensors = {
+        {Quantity::parameter, "w", {3, 5}, Placement::single, {{kNoRank, 0, values}}, {}}};
+    write_step(file(), step);
+    const at::Tensor back = read_step(file()).tensors.at(0).pieces.at(0).values;
+    EXPECT_EQ(back.scalar_type(), dtype);
+    EXPECT_TRUE(same_bits(back, values));
+  }
+}
+
 TEST_F(TraceIo, AStateFileIsNotTakenForAStepNorAStepForAState) {
   write_state(file("state"), {});
   write_step(file("step"), small_step());
@@ -568,7 +602,8 @@ TEST_F(TraceIo, ADeviceOrAFolderIsNotReplacedByAFile) {
 
 /// The one block of Python in trace-format.md.
 std::string documented_program() {
-  const std::string text = slurp(fs::path(SHARDPROOF_SOURCE_FOLDER) / "conformance/trace-format.md");
+  const std::string text =
+      slurp(fs::path(SHARDPROOF_SOURCE_FOLDER) / "conformance/trace-format.md");
   const std::string begin = "```python\n";
   const auto from = text.find(begin) + begin.size();
   EXPECT_EQ(text.find(begin, from), std::string::npos) << "there is more than one example";
@@ -603,8 +638,7 @@ class DocumentedRun {
         {losses[0].view({1}), losses[1].view({1})});
     add_parameters(trace, Quantity::gradient, gradients[0], gradients[1]);
     add(trace, Quantity::total_norm, "total_norm", Placement::replicated, {norm, norm});
-    add_parameters(trace, Quantity::clipped_gradient, gradients[0] * factor,
-                   gradients[1] * factor);
+    add_parameters(trace, Quantity::clipped_gradient, gradients[0] * factor, gradients[1] * factor);
     add_parameters(trace, Quantity::parameter, weight_, bias_);
     return trace;
   }

@@ -1,7 +1,9 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "fsdp/errors.h"
 #include "fsdp/exact_sum.h"
@@ -11,99 +13,128 @@
 namespace fsdp {
 namespace {
 
+/// Gradients below a module, by the ranks that share them.
 struct Gradients {
-  std::vector<at::Tensor> shards;  // of the parameters that have a gradient on this rank
-  BackendPtr process_group;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;
+  struct Group {
+    BackendPtr ranks;                // null if no other rank has other elements
+    std::vector<at::Tensor> shards;  // of the parameters that have a gradient
+    at::Device device = at::kCPU;    // where collectives are done
+  };
+  std::vector<Group> groups;
+  int rank = 0;
+  int ranks = 1;
+  at::ScalarType dtype = at::kHalf;  // the widest
 };
 
-Gradients sharded_gradients(torch::nn::Module& module) {
-  Gradients found;
-  for (const auto& unit : units_below(module)) {
-    if (found.process_group == nullptr) {
-      found.process_group = unit->process_group();
-    } else if (found.process_group != unit->process_group()) {
-      throw UsageError(
-          fmt::format("rank {}: clip_grad_norm_: units '{}' is sharded over another process group "
-                      "than the first; "
-                      "wanted: one process group below the module",
-                      found.process_group->getRank(), unit->name()));
-    }
-    for (const auto& parameter : unit->flat().parameters()) {
-      found.dtype = parameter.scalar_type();
-      found.device = parameter.device();
-      if (parameter.grad().defined()) {
-        found.shards.push_back(parameter.grad());
-      }
-    }
+Gradients::Group& group_of(Gradients& gradients, Unit& unit) {
+  auto group = std::find_if(
+      gradients.groups.begin(), gradients.groups.end(),
+      [&](const Gradients::Group& each) { return each.ranks == unit.options().shard_group; });
+  if (group == gradients.groups.end()) {
+    group = gradients.groups.insert(gradients.groups.end(), {unit.options().shard_group, {}});
   }
-  if (found.process_group == nullptr) {
+  return *group;
+}
+
+Gradients sharded_gradients(torch::nn::Module& module) {
+  const auto units = units_below(module);
+  if (units.empty()) {
     throw UsageError(
         "clip_grad_norm_: the module is not sharded; call fsdp::fully_shard first, or use "
         "torch::nn::utils::clip_grad_norm_ for a module that is whole");
   }
+  Gradients found;
+  std::optional<at::ScalarType> dtype;
+  for (const auto& unit : units) {
+    unit->finish_reduction();
+    found.rank = unit->options().world_rank;
+    found.ranks = std::max(found.ranks, unit->shards() * unit->replicas());
+    if (unit->flat().empty()) {
+      continue;
+    }
+    dtype = dtype ? c10::promoteTypes(*dtype, unit->flat().dtype()) : unit->flat().dtype();
+    auto& group = group_of(found, *unit);
+    group.device = unit->flat().device();
+    for (const auto& parameter : unit->flat().parameters()) {
+      if (parameter.grad().defined()) {
+        group.shards.push_back(parameter.grad());
+      }
+    }
+  }
+  found.dtype = dtype.value_or(at::kFloat);
   return found;
 }
 
-void observe(Point point, const BackendPtr& group, at::Tensor& tensor) {
+void observe(Point point, const Gradients& gradients, at::Tensor& tensor) {
   if (auto* listener = observer()) {
-    listener->observe({point, "", group->getRank(), group->getSize(), tensor, nullptr});
+    listener->observe({point, "", gradients.rank, gradients.ranks, tensor, nullptr});
   }
 }
 
-void all_reduce(const BackendPtr& group, const at::Tensor& tensor, c10d::ReduceOp op) {
-  std::vector<at::Tensor> tensors = {tensor};
+void all_reduce(const Gradients::Group& group, at::Tensor& tensor, c10d::ReduceOp op) {
+  if (group.ranks == nullptr) {
+    return;
+  }
+  auto there = tensor.to(group.device);
+  std::vector<at::Tensor> tensors = {there};
   c10d::AllreduceOptions options;
   options.reduceOp = std::move(op);
-  group->allreduce(tensors, options)->wait();
+  const CollectiveLabel label("the gradient norm");
+  group.ranks->allreduce(tensors, options)->wait();
+  tensor = there.cpu();
 }
 
-double euclidean_norm(const Gradients& gradients) {
-  ExactSquareSum sum;
-  for (const auto& shard : gradients.shards) {
-    sum.add(shard);
+double summed_norm(const Gradients& gradients, double p) {
+  auto total = at::zeros({ExactSquareSum::kWords}, at::kLong);
+  for (const auto& group : gradients.groups) {
+    ExactSquareSum sum;
+    for (const auto& shard : group.shards) {
+      if (p == 2) {
+        sum.add(shard);
+      } else {
+        sum.add_powers(shard, p);
+      }
+    }
+    auto words = sum.words();
+    observe(Point::local_square_sum, gradients, words);
+    all_reduce(group, words, c10d::ReduceOp::SUM);
+    observe(Point::global_square_sum, gradients, words);
+    total += words;
   }
-  auto words = sum.words().to(gradients.device);
-  observe(Point::local_square_sum, gradients.process_group, words);
-  all_reduce(gradients.process_group, words, c10d::ReduceOp::SUM);
-  observe(Point::global_square_sum, gradients.process_group, words);
-  return std::sqrt(ExactSquareSum::from_words(words).value());
+  const double sum = ExactSquareSum::from_words(total).value();
+  return p == 2 ? std::sqrt(sum) : p == 1 ? sum : std::pow(sum, 1 / p);
 }
 
 double maximum_norm(const Gradients& gradients) {
-  auto largest = at::zeros({1}, at::TensorOptions(at::kDouble).device(gradients.device));
-  for (const auto& shard : gradients.shards) {
-    if (shard.numel() > 0) {
-      largest = at::maximum(largest, shard.abs().max().to(at::kDouble));
+  // The second says whether there was a NaN: not every backend's maximum keeps it.
+  auto total = at::zeros({2}, at::kDouble);
+  for (const auto& group : gradients.groups) {
+    auto largest = at::zeros({2}, at::kDouble);
+    for (const auto& shard : group.shards) {
+      if (shard.numel() > 0) {
+        const auto size = shard.abs().max().to(at::kDouble).cpu();
+        const bool is_nan = size.isnan().item<bool>();
+        largest = at::maximum(largest, at::stack({is_nan ? at::zeros_like(size) : size,
+                                                  at::full_like(size, is_nan ? 1.0 : 0.0)}));
+      }
     }
+    all_reduce(group, largest, c10d::ReduceOp::MAX);
+    total = at::maximum(total, largest);
   }
-  all_reduce(gradients.process_group, largest, c10d::ReduceOp::MAX);
-  return largest.item<double>();
-}
-
-double power_norm(const Gradients& gradients, double p) {
-  auto sum = at::zeros({1}, at::TensorOptions(at::kDouble).device(gradients.device));
-  for (const auto& shard : gradients.shards) {
-    sum += shard.to(at::kDouble).abs().pow(p).sum();
-  }
-  all_reduce(gradients.process_group, sum, c10d::ReduceOp::SUM);
-  return std::pow(sum.item<double>(), 1 / p);
+  return total[1].item<double>() > 0 ? std::nan("") : total[0].item<double>();
 }
 
 at::Tensor norm_of(const Gradients& gradients, double norm_type) {
   if (!(norm_type > 0)) {
     throw UsageError(fmt::format(
         "rank {}: clip_grad_norm_: norm_type is {}; wanted: a positive number or infinity",
-        gradients.process_group->getRank(), norm_type));
+        gradients.rank, norm_type));
   }
   const at::NoGradGuard no_grad;
-  const double norm = norm_type == 2.0        ? euclidean_norm(gradients)
-                      : std::isinf(norm_type) ? maximum_norm(gradients)
-                                              : power_norm(gradients, norm_type);
-  auto rounded = at::scalar_tensor(norm, at::TensorOptions(at::kDouble).device(gradients.device))
-                     .to(gradients.dtype);
-  observe(Point::total_norm, gradients.process_group, rounded);
+  const double norm =
+      std::isinf(norm_type) ? maximum_norm(gradients) : summed_norm(gradients, norm_type);
+  auto rounded = at::scalar_tensor(norm, at::kDouble).to(gradients.dtype);
+  observe(Point::total_norm, gradients, rounded);
   return rounded;
 }
 
@@ -116,7 +147,7 @@ torch::Tensor grad_norm(torch::nn::Module& module, double norm_type) {
 torch::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, double norm_type,
                               bool error_if_nonfinite) {
   const auto gradients = sharded_gradients(module);
-  const auto rank = gradients.process_group->getRank();
+  const auto rank = gradients.rank;
   if (!(max_norm >= 0)) {
     throw UsageError(fmt::format("rank {}: clip_grad_norm_: max_norm is {}; wanted: zero or more",
                                  rank, max_norm));
@@ -131,9 +162,11 @@ torch::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, double
                     rank, norm.item<double>()));
   }
   auto coefficient = at::full_like(norm, max_norm).div_(norm + 1e-6).clamp_(c10::nullopt, 1.0);
-  observe(Point::clip_coefficient, gradients.process_group, coefficient);
-  for (const auto& shard : gradients.shards) {
-    shard.mul_(coefficient);
+  observe(Point::clip_coefficient, gradients, coefficient);
+  for (const auto& group : gradients.groups) {
+    for (const auto& shard : group.shards) {
+      shard.mul_(coefficient.to(shard.device()));
+    }
   }
   return norm;
 }

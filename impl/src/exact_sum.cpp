@@ -183,6 +183,39 @@ void ExactSquareSum::add(const at::Tensor& values) {
   }
 }
 
+void ExactSquareSum::add_powers(const at::Tensor& values, double p) {
+  if (!at::isFloatingType(values.scalar_type())) {
+    throw UsageError(fmt::format("ExactSquareSum: dtype {}; wanted: a floating-point dtype",
+                                 c10::toString(values.scalar_type())));
+  }
+  if (!(p > 0) || std::isinf(p)) {
+    throw UsageError(
+        fmt::format("ExactSquareSum: the power {}; wanted: a positive finite number", p));
+  }
+  const auto doubles = values.detach().cpu().to(at::kDouble).contiguous();
+  const auto* data = doubles.const_data_ptr<double>();
+  // Every addition raises a digit by less than 2^32.
+  constexpr std::int64_t kBlock = std::int64_t{1} << 30;
+  for (std::int64_t i = 0; i < doubles.numel(); ++i) {
+    const double size = std::abs(data[i]);
+    const double power = p == 1 ? size : std::pow(size, p);
+    if (!std::isfinite(power)) {
+      nans_ += std::isnan(power);
+      infinities_ += std::isinf(power);
+    } else if (power > 0) {
+      const auto bits = std::bit_cast<std::uint64_t>(power);
+      const int exponent = static_cast<int>((bits >> kDoubleMantissaBits) & 0x7FF);
+      const std::uint64_t mantissa = (bits & ((std::uint64_t{1} << kDoubleMantissaBits) - 1)) |
+                                     (std::uint64_t{exponent != 0} << kDoubleMantissaBits);
+      add_at(mantissa, std::max(exponent, 1) - kDoubleBias);
+    }
+    if ((i + 1) % kBlock == 0) {
+      carry();
+    }
+  }
+  carry();
+}
+
 at::Tensor ExactSquareSum::words() const {
   auto words = at::empty({kWords}, at::kLong);
   auto* out = words.data_ptr<std::int64_t>();

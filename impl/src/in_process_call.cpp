@@ -38,7 +38,7 @@ bool have_same_signature(const Call& a, const Call& b) {
     return x.dtype == y.dtype && x.numel == y.numel;
   };
   return a.operation == b.operation && a.reduction == b.reduction && a.root == b.root &&
-         a.device().type() == b.device().type() &&
+         a.label == b.label && a.device().type() == b.device().type() &&
          std::equal(a.transfers.begin(), a.transfers.end(), b.transfers.begin(), b.transfers.end(),
                     same_transfer);
 }
@@ -284,7 +284,8 @@ std::string describe(const Call& call) {
   } else if (call.root >= 0) {
     arguments.push_back(fmt::format("root {}", call.root));
   }
-  return fmt::format("{}({})", operation_name(call.operation), join_some(arguments, ", "));
+  return fmt::format("{}({}){}", operation_name(call.operation), join_some(arguments, ", "),
+                     call.label.empty() ? std::string() : fmt::format(" for {}", call.label));
 }
 
 std::string describe_ranks(const std::vector<int>& ranks) {

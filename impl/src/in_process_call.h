@@ -83,6 +83,8 @@ struct Call {
   /// Of broadcast, reduce, gather, scatter; for send and receive the other rank; else -1.
   int root = -1;
   int tag = 0;
+  /// See CollectiveLabel.
+  std::string label;
   std::vector<Transfer> transfers;
 
   /// Where its tensors are. The CPU if it has none.

@@ -2,7 +2,9 @@
 // calls meet (in_process_call.h), and posts it (in_process_rendezvous.h).
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "fsdp/errors.h"
@@ -40,6 +42,10 @@ class InProcessBackend : public c10d::Backend {
   std::uint64_t getSequenceNumberForGroup() override { return rendezvous_->posted(rank_); }
   void abort() override { rendezvous_->abort(rank_); }
   void shutdown() override { leave("it shut down"); }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
   void leave(const std::string& reason) { rendezvous_->leave(rank_, reason); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -102,6 +108,7 @@ Call InProcessBackend::make_call(Operation operation) const {
   Call call;
   call.rank = rank_;
   call.operation = operation;
+  call.label = CollectiveLabel::current();
   return call;
 }
 
@@ -462,6 +469,26 @@ WorkPtr InProcessBackend::post(Call call, OpType type, milliseconds timeout) {
   return c10::make_intrusive<in_process::InProcessWork>(
       in_process::InProcessWork::Place{rendezvous_, std::move(exchange), caller}, rank_, type,
       device, std::move(results), timeout > kNoTimeout ? timeout : timeout_);
+}
+
+BackendPtr InProcessBackend::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,
+                                   const std::vector<int>& ranks,
+                                   const c10::intrusive_ptr<c10d::Backend::Options>& /*options*/) {
+  auto seen = ranks;
+  std::sort(seen.begin(), seen.end());
+  if (ranks.empty() || seen.front() < 0 || seen.back() >= size_ ||
+      std::adjacent_find(seen.begin(), seen.end()) != seen.end()) {
+    throw UsageError(fmt::format(
+        "rank {}: split into the ranks [{}]; wanted: different ranks in [0, {}), one or more",
+        rank_, fmt::join(ranks, ", "), size_));
+  }
+  const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+  if (place == ranks.end()) {
+    return nullptr;
+  }
+  return c10::make_intrusive<InProcessBackend>(static_cast<int>(place - ranks.begin()),
+                                               static_cast<int>(ranks.size()),
+                                               rendezvous_->split(ranks, rank_), timeout_);
 }
 
 }  // namespace

@@ -358,6 +358,41 @@ void Rendezvous::leave(int rank, const std::string& reason) {
   breaches_.push_back({posted_[rank], rank, failure});
   fail_collectives_from(posted_[rank], failure);
   fail_transfers(rank, failure);
+  for (const auto& part : parts_) {
+    const auto place = std::find(part.ranks.begin(), part.ranks.end(), rank);
+    const auto rendezvous = part.rendezvous.lock();
+    if (place != part.ranks.end() && rendezvous != nullptr) {
+      rendezvous->leave(static_cast<int>(place - part.ranks.begin()), reason);
+    }
+  }
+}
+
+std::shared_ptr<Rendezvous> Rendezvous::split(const std::vector<int>& ranks, int rank) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(parts_, [](const Part& part) { return part.rendezvous.expired(); });
+  const auto place =
+      static_cast<std::size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  auto part = std::find_if(parts_.begin(), parts_.end(), [&](const Part& each) {
+    return each.ranks == ranks && !each.has_asked[place];
+  });
+  if (part == parts_.end()) {
+    auto rendezvous = std::make_shared<Rendezvous>(
+        static_cast<int>(ranks.size()), fmt::format("{}, {}", name_, describe_ranks(ranks)));
+    for (const auto& breach : breaches_) {
+      const auto gone = std::find(ranks.begin(), ranks.end(), breach.rank);
+      if (gone != ranks.end()) {
+        rendezvous->leave(static_cast<int>(gone - ranks.begin()), breach.failure->message);
+      }
+    }
+    part = parts_.insert(parts_.end(),
+                         {ranks, std::vector<bool>(ranks.size()), rendezvous, rendezvous});
+  }
+  part->has_asked[place] = true;
+  auto result = part->rendezvous.lock();
+  if (std::find(part->has_asked.begin(), part->has_asked.end(), false) == part->has_asked.end()) {
+    part->kept.reset();
+  }
+  return result;
 }
 
 void Rendezvous::abort(int rank) {

@@ -120,6 +120,10 @@ class Rendezvous {
   /// Fails everything for which not all have arrived, now and later.
   void abort(int rank);
 
+  /// The meeting place of some of the ranks: the same one for all that ask with the same list, each
+  /// for the n-th time. Who left this group has left that one too.
+  std::shared_ptr<Rendezvous> split(const std::vector<int>& ranks, int rank);
+
   /// How many collectives this rank has posted.
   std::uint64_t posted(int rank) const;
 
@@ -153,6 +157,14 @@ class Rendezvous {
   std::uint64_t first_open_ = 0;       // the sequence number of open_[0]
   std::map<Channel, std::deque<ExchangePtr>> open_transfers_;
   std::vector<Breach> breaches_;  // in the order of their happening
+
+  struct Part {
+    std::vector<int> ranks;
+    std::vector<bool> has_asked;  // by place in `ranks`
+    std::weak_ptr<Rendezvous> rendezvous;
+    std::shared_ptr<Rendezvous> kept;  // until all have asked
+  };
+  std::vector<Part> parts_;
 };
 
 }  // namespace fsdp::in_process

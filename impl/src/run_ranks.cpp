@@ -62,10 +62,11 @@ void rethrow_if_one_of(const std::exception& error, const std::string& message) 
   } catch (const std::exception& error) {
     if (!names_rank(error.what(), rank)) {
       rethrow_if_one_of<Error, UsageError, ShardingError, MismatchError, PeerError, TimeoutError,
-                        NonFiniteError, std::runtime_error, std::logic_error, std::invalid_argument,
-                        std::domain_error, std::length_error, std::out_of_range, std::range_error,
-                        std::overflow_error, std::underflow_error>(
-          error, fmt::format("rank {}: {}", rank, error.what()));
+                        NonFiniteError, FileError, StateError, std::runtime_error, std::logic_error,
+                        std::invalid_argument, std::domain_error, std::length_error,
+                        std::out_of_range, std::range_error, std::overflow_error,
+                        std::underflow_error>(error,
+                                              fmt::format("rank {}: {}", rank, error.what()));
     }
     throw;
   }

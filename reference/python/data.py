@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from errors import InputError
-from scenario import Scenario
+from scenario import ModelSpec, Scenario
 
 UInt64s = NDArray[np.uint64]
 
@@ -46,12 +46,12 @@ class Dataset:
         """Input and target of one rank, each [batch, ...]."""
         scenario = self._scenario
         samples = np.arange(scenario.batch, dtype=np.uint64)
-        if scenario.model.kind == "mlp":
-            sizes = scenario.model.sizes
+        if scenario.model.kind != "transformer":
+            inputs, outputs = _sizes(scenario.model)
             counters = (step, micro_batch, rank, samples[:, None])
             return (
-                self._real_numbers(_INPUT, counters, sizes[0]),
-                self._real_numbers(_TARGET, counters, sizes[-1]),
+                self._real_numbers(_INPUT, counters, inputs),
+                self._real_numbers(_TARGET, counters, outputs),
             )
         context = scenario.model.context
         if scenario.data.kind == "bytes":
@@ -69,11 +69,18 @@ class Dataset:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _real_numbers(self, stream: int, counters: tuple, size: int) -> torch.Tensor:
-        """Multiples of 1/1024 in [-1, 1): exact in every dtype."""
+        """Multiples of 1/1024 in [-1, 1): exact in every dtype but bfloat16, which rounds them."""
         elements = np.arange(size, dtype=np.uint64)
         hashes = hash_counters(self._scenario.seed, stream, *counters, elements)
         numbers = ((hashes >> np.uint64(53)).astype(np.int64) - 1024) / 1024
         return torch.from_numpy(numbers).to(self._scenario.torch_dtype)
+
+
+def _sizes(model: ModelSpec) -> tuple[int, int]:
+    """Of input and target."""
+    if model.kind == "mlp":
+        return model.sizes[0], model.sizes[-1]
+    return model.quirk_width, model.quirk_width
 
 
 def _read_corpus(scenario: Scenario) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""The norm that clipping uses: the square root of the exact sum of squares. Because the sum is
+"""The norm that clipping uses: the p-th root of the exact sum of p-th powers. Because the sum is
 exact, it depends neither on the order of the elements nor on how they are grouped into shards."""
 
 from __future__ import annotations
@@ -20,15 +20,43 @@ _LOWEST_EXPONENT = -1073
 _EXPONENTS = 1024 - _LOWEST_EXPONENT + 1
 
 
-def exact_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """A scalar of the tensors' dtype: the sum is rounded to float64 once, its root to the dtype."""
+def exact_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
+    """A scalar of the tensors' dtype: the sum is rounded to float64 once, its root to the dtype as
+    torch converts it."""
     tensors = list(tensors)
     dtype = tensors[0].dtype
     arrays = [each.detach().reshape(-1).cpu().double().numpy() for each in tensors]
     joined = np.concatenate(arrays)
     if not np.isfinite(joined).all():
         return torch.tensor(math.nan if np.isnan(joined).any() else math.inf, dtype=dtype)
-    return torch.tensor(math.sqrt(exact_sum_of_squares(joined)), dtype=dtype)
+    return torch.tensor(_finite_norm(joined, p), dtype=torch.float64).to(dtype)
+
+
+def _finite_norm(values: NDArray[np.float64], p: float) -> float:
+    if p == 2:
+        return math.sqrt(exact_sum_of_squares(values))
+    magnitudes = np.abs(values)
+    if p == math.inf:
+        return float(magnitudes.max(initial=0.0))
+    if p == 1:
+        return _exact_sum(magnitudes.tolist())
+    # Python's pow is that of the C library; numpy has one of its own, which rounds otherwise.
+    return _power(_exact_sum([_power(each, p) for each in magnitudes.tolist()]), 1 / p)
+
+
+def _power(base: float, exponent: float) -> float:
+    try:
+        return math.pow(base, exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _exact_sum(summands: list[float]) -> float:
+    """Of numbers that are not negative: the real sum, rounded once."""
+    try:
+        return math.fsum(summands)
+    except OverflowError:
+        return math.inf
 
 
 def exact_sum_of_squares(values: NDArray[np.float64]) -> float:

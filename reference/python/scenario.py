@@ -16,7 +16,33 @@ from errors import InputError
 
 SCHEMA = "shardproof.scenario/1"
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+# In the order that they have in every model.quirks.
+QUIRKS = (
+    "tied_inside",
+    "tied_across",
+    "twice",
+    "frozen_bias",
+    "frozen_layer",
+    "unused",
+    "scalar",
+    "transposed",
+    "buffer",
+    "tuple",
+    "two_forwards",
+)
+
+# A number above 0 or infinity, which is "inf" in JSON.
+NormType = float
+
+HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", *HYBRIDS)
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,10 @@ class ModelSpec:
     context: int = 64
     vocabulary: int = 256
     sizes: tuple[int, ...] = (16, 32, 32, 8)
+    depth: int = 3
+    quirk_width: int = 8
+    quirks: tuple[str, ...] = ()
+    tied: bool = False
     dropout: float = 0.0
 
 
@@ -49,6 +79,35 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True)
+class PrecisionSpec:
+    """Names of dtypes; empty where none was asked for."""
+
+    parameter: str = ""
+    reduce: str = ""
+    output: str = ""
+    buffer: str = ""
+    exempt_norms: bool = False
+
+
+@dataclass(frozen=True)
+class DivideSpec:
+    """What gradients are divided by before and after their sum; 0 and 0 are chosen by themselves."""
+
+    pre: float = 0.0
+    post: float = 0.0
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """When shards are gathered. On one device there is nothing to gather."""
+
+    reshard_after_forward: int = -1
+    forward_prefetch: int = 0
+    backward_prefetch: str = "pre"
+    limit_gathers: int = 0
+
+
+@dataclass(frozen=True)
 class Scenario:
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
@@ -56,10 +115,18 @@ class Scenario:
     seed: int = 0
     world_size: int = 4
     strategy: str = "full_shard"
+    replicas: int = 1
     wrap: str = "layer"
     dtype: str = "float32"
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    divide: DivideSpec = field(default_factory=DivideSpec)
+    loss_scale: float = 0.0
     max_norm: float = 1.0
+    norm_type: NormType = 2.0
     micro_batches: int = 1
+    accumulation: str = "each"
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    construction: str = "plain"
     batch: int = 4
     steps: int = 20
     backend: str = "in_process"
@@ -67,20 +134,71 @@ class Scenario:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Of the parameters that are kept and optimised."""
         return DTYPES[self.dtype]
 
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Of the parameters that the model computes with."""
+        return DTYPES[self.precision.parameter or self.dtype]
 
-# Fields that only one kind of model, data or optimizer has. With another kind nobody reads them, so
-# they must be left at their defaults.
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of gradients on their way from rank to rank."""
+        return DTYPES[self.precision.reduce or self.precision.parameter or self.dtype]
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """Of what the model returns, if it is not what it computed in."""
+        return DTYPES[self.precision.output] if self.precision.output else None
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        return DTYPES[self.precision.buffer or self.dtype]
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Replicas and shards: rank i * shards + j has shard j of replica i."""
+        if self.strategy == "no_shard":
+            return self.world_size, 1
+        return self.replicas, self.world_size // self.replicas
+
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """What gradients are divided by before their sum and after it."""
+        if self.divide.post > 0:
+            return self.divide.pre or 1.0, self.divide.post
+        pre = 1
+        if self.reduce_dtype == torch.float16:
+            # A sum of many would overflow, a division of each by all would underflow: half and half.
+            while self.world_size % pre == 0 and self.world_size / pre > pre:
+                pre *= 2
+        return float(pre), self.world_size / pre
+
+
+# Fields that only some kinds of model, data or optimizer have. With another kind nobody reads them,
+# so they must be left at their defaults.
 _ONLY_FOR = {
-    "transformer": ("layers", "width", "heads", "context", "vocabulary"),
-    "mlp": ("sizes",),
-    "bytes": ("corpus",),
-    "sgd": ("momentum",),
-    "adamw": ("beta1", "beta2", "eps"),
+    "model": {
+        **dict.fromkeys(
+            ("layers", "width", "heads", "context", "vocabulary", "tied"), ("transformer",)
+        ),
+        "sizes": ("mlp",),
+        **dict.fromkeys(("depth", "quirk_width", "quirks"), ("quirks",)),
+        "dropout": ("transformer", "mlp"),
+    },
+    "data": {"corpus": ("bytes",)},
+    "optimizer": {"momentum": ("sgd",), **dict.fromkeys(("beta1", "beta2", "eps"), ("adamw",))},
 }
 
-_SECTIONS = {"model": ModelSpec, "data": DataSpec, "optimizer": OptimizerSpec}
+_SECTIONS = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "optimizer": OptimizerSpec,
+    "precision": PrecisionSpec,
+    "divide": DivideSpec,
+    "schedule": ScheduleSpec,
+}
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -117,11 +235,15 @@ def scenario_from_json(document: Any) -> Scenario:
             fields[name] = _section_from_json(section, fields[name], name)
     scenario = _section_from_json(Scenario, fields, "")
     _validate(scenario)
-    return scenario
+    quirks = tuple(sorted(scenario.model.quirks, key=QUIRKS.index))
+    return dataclasses.replace(scenario, model=dataclasses.replace(scenario.model, quirks=quirks))
 
 
 def scenario_to_json(scenario: Scenario) -> dict[str, Any]:
-    return {"schema": SCHEMA, **dataclasses.asdict(scenario)}
+    document = {"schema": SCHEMA, **dataclasses.asdict(scenario)}
+    if scenario.norm_type == math.inf:
+        document["norm_type"] = "inf"
+    return document
 
 
 def _section_from_json(section: type, fields: Any, path: str) -> Any:
@@ -149,12 +271,17 @@ def _value_from_json(value: Any, kind: str, path: str) -> Any:
         # JSON's true is an int to Python.
         if not isinstance(value, int) or isinstance(value, bool):
             raise wanted("an integer")
-    elif kind == "float":
+    elif kind == "NormType" and value == "inf":
+        value = math.inf
+    elif kind in ("float", "NormType"):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise wanted("a number")
+            raise wanted("a number" if kind == "float" else 'a number, or "inf"')
         value = float(value)
         if not math.isfinite(value):
             raise wanted("a finite number")
+    elif kind == "bool":
+        if not isinstance(value, bool):
+            raise wanted("true or false")
     elif kind == "str":
         if not isinstance(value, str):
             raise wanted("a string")
@@ -168,61 +295,156 @@ def _value_from_json(value: Any, kind: str, path: str) -> Any:
     return value  # the sections have been converted before
 
 
+def _require(condition: bool, path: str, value: Any, wanted: str) -> None:
+    if not condition:
+        raise InputError(f"{path} is {_shown(value)}; wanted: {wanted}")
+
+
+def _require_one_of(names: tuple[str, ...], path: str, value: str) -> None:
+    _require(value in names, path, value, ", ".join(f'"{name}"' for name in names))
+
+
 def _validate(scenario: Scenario) -> None:
-    def require(condition: bool, path: str, value: Any, wanted: str) -> None:
-        if not condition:
-            raise InputError(f"{path} is {_shown(value)}; wanted: {wanted}")
-
     model, data, optimizer = scenario.model, scenario.data, scenario.optimizer
-    require(model.kind in ("mlp", "transformer"), "model.kind", model.kind, '"mlp", "transformer"')
-    require(data.kind in ("bytes", "synthetic"), "data.kind", data.kind, '"bytes", "synthetic"')
-    require(optimizer.kind in ("adamw", "sgd"), "optimizer.kind", optimizer.kind, '"adamw", "sgd"')
+    _require_one_of(("mlp", "transformer", "quirks"), "model.kind", model.kind)
+    _require_one_of(("bytes", "synthetic"), "data.kind", data.kind)
+    _require_one_of(("adamw", "sgd"), "optimizer.kind", optimizer.kind)
     for section, values in (("model", model), ("data", data), ("optimizer", optimizer)):
-        for kind, names in _ONLY_FOR.items():
-            for name in names:
-                if kind != values.kind and hasattr(values, name):
-                    value = getattr(values, name)
-                    wanted = f'nothing, because only {section}.kind "{kind}" has it'
-                    require(
-                        value == getattr(type(values)(), name), f"{section}.{name}", value, wanted
-                    )
-    if model.kind == "mlp":
-        require(len(model.sizes) >= 2, "model.sizes", model.sizes, "at least two sizes")
-        require(min(model.sizes) >= 1, "model.sizes", model.sizes, "sizes of at least 1")
-    else:
-        for name in _ONLY_FOR["transformer"]:
-            least = 2 if name == "vocabulary" else 1
-            value = getattr(model, name)
-            require(value >= least, f"model.{name}", value, f"at least {least}")
-        require(
-            model.width % model.heads == 0,
-            "model.heads",
-            model.heads,
-            f"a divisor of model.width, {model.width}",
-        )
-    require(0 <= model.dropout < 1, "model.dropout", model.dropout, "0 <= dropout < 1")
-
+        for name, kinds in _ONLY_FOR[section].items():
+            if values.kind not in kinds:
+                value = getattr(values, name)
+                owners = " and ".join(f'"{kind}"' for kind in kinds)
+                _require(
+                    value == getattr(type(values)(), name),
+                    f"{section}.{name}",
+                    value,
+                    f"nothing, because only {section}.kind {owners} has it",
+                )
+    _validate_model(model)
     if data.kind == "bytes":
-        require(model.kind == "transformer", "data.kind", data.kind, '"synthetic" for an mlp')
-        require(len(data.corpus) >= 1, "data.corpus", data.corpus, "at least one file")
-        require(model.vocabulary >= 256, "model.vocabulary", model.vocabulary, "at least 256")
+        wanted = f'"synthetic" for model.kind "{model.kind}"'
+        _require(model.kind == "transformer", "data.kind", data.kind, wanted)
+        _require(len(data.corpus) >= 1, "data.corpus", data.corpus, "at least one file")
+        _require(model.vocabulary >= 256, "model.vocabulary", model.vocabulary, "at least 256")
 
     for name in ("lr", "momentum", "eps", "weight_decay"):
         value = getattr(optimizer, name)
-        require(value >= 0, f"optimizer.{name}", value, "at least 0")
+        _require(value >= 0, f"optimizer.{name}", value, "at least 0")
     for name in ("beta1", "beta2"):
         value = getattr(optimizer, name)
-        require(0 <= value < 1, f"optimizer.{name}", value, "0 <= beta < 1")
+        _require(0 <= value < 1, f"optimizer.{name}", value, "0 <= beta < 1")
 
-    require(0 <= scenario.seed < 2**64, "seed", scenario.seed, "an unsigned 64-bit integer")
-    require(1 <= scenario.world_size <= 512, "world_size", scenario.world_size, "1 to 512")
-    require(scenario.strategy == "full_shard", "strategy", scenario.strategy, '"full_shard"')
-    require(scenario.wrap in ("layer", "model"), "wrap", scenario.wrap, '"layer", "model"')
-    require(scenario.dtype in DTYPES, "dtype", scenario.dtype, '"float32", "float64"')
-    require(scenario.max_norm >= 0, "max_norm", scenario.max_norm, "at least 0 (0: no clipping)")
+    _require(0 <= scenario.seed < 2**64, "seed", scenario.seed, "an unsigned 64-bit integer")
+    _require(1 <= scenario.world_size <= 512, "world_size", scenario.world_size, "1 to 512")
     for name in ("micro_batches", "batch", "steps"):
         value = getattr(scenario, name)
-        require(value >= 1, name, value, "at least 1")
+        _require(value >= 1, name, value, "at least 1")
+    _require(scenario.max_norm >= 0, "max_norm", scenario.max_norm, "at least 0 (0: no clipping)")
+    _require(scenario.norm_type > 0, "norm_type", scenario.norm_type, 'a number above 0, or "inf"')
+    _require_one_of(("layer", "model"), "wrap", scenario.wrap)
+    _require_one_of(("plain", "meta", "sync"), "construction", scenario.construction)
+    _validate_precision(scenario)
+    _validate_strategy(scenario)
+    _validate_schedule(scenario)
+
+
+def _validate_model(model: ModelSpec) -> None:
+    if model.kind == "mlp":
+        _require(len(model.sizes) >= 2, "model.sizes", model.sizes, "at least two sizes")
+        _require(min(model.sizes) >= 1, "model.sizes", model.sizes, "sizes of at least 1")
+    elif model.kind == "transformer":
+        for name in ("layers", "width", "heads", "context", "vocabulary"):
+            least = 2 if name == "vocabulary" else 1
+            value = getattr(model, name)
+            _require(value >= least, f"model.{name}", value, f"at least {least}")
+        wanted = f"a divisor of model.width, {model.width}"
+        _require(model.width % model.heads == 0, "model.heads", model.heads, wanted)
+    else:
+        _require(model.depth >= 1, "model.depth", model.depth, "at least 1")
+        _require(model.quirk_width >= 1, "model.quirk_width", model.quirk_width, "at least 1")
+        quirks = set(model.quirks)
+        wanted = f"each at most once of {', '.join(QUIRKS)}"
+        fits = quirks <= set(QUIRKS) and len(quirks) == len(model.quirks)
+        _require(fits, "model.quirks", model.quirks, wanted)
+        # What has no effect is refused. The first layer's weight, tied, would be the frozen layer's.
+        least = max(
+            2 if quirks & {"tied_across", "twice", "frozen_layer"} else 1,
+            3 if quirks >= {"tied_across", "frozen_layer"} else 1,
+        )
+        wanted = f"at least {least} for these model.quirks"
+        _require(model.depth >= least, "model.depth", model.depth, wanted)
+    _require(0 <= model.dropout < 1, "model.dropout", model.dropout, "0 <= dropout < 1")
+
+
+def _validate_precision(scenario: Scenario) -> None:
+    _require_one_of(tuple(DTYPES), "dtype", scenario.dtype)
+    for name in ("parameter", "reduce", "output", "buffer"):
+        _require_one_of(("", *DTYPES), f"precision.{name}", getattr(scenario.precision, name))
+    if scenario.precision.exempt_norms:
+        mixed = scenario.parameter_dtype != scenario.torch_dtype
+        wanted = "false without norms of another dtype: they need a transformer in mixed precision"
+        fits = scenario.model.kind == "transformer" and mixed
+        _require(fits, "precision.exempt_norms", True, wanted)
+    if "buffer" not in scenario.model.quirks:
+        buffer = scenario.precision.buffer
+        wanted = 'nothing, because only models with the quirk "buffer" have one'
+        _require(buffer == "", "precision.buffer", buffer, wanted)
+    divide = scenario.divide
+    for name in ("pre", "post"):
+        value = getattr(divide, name)
+        _require(value >= 0, f"divide.{name}", value, "at least 0 (0: chosen automatically)")
+    wanted = "above 0, because divide.pre is"
+    _require(divide.pre == 0 or divide.post > 0, "divide.post", divide.post, wanted)
+    scale = scenario.loss_scale
+    _require(scale >= 0, "loss_scale", scale, "at least 0 (0: no scaling)")
+    if scale > 0:
+        inverse = torch.tensor(1 / scale, dtype=torch.float32).item()
+        wanted = "a number whose reciprocal is, in float32, neither 0 nor infinite"
+        _require(0 < inverse < math.inf, "loss_scale", scale, wanted)
+
+
+def _validate_strategy(scenario: Scenario) -> None:
+    _require_one_of(STRATEGIES, "strategy", scenario.strategy)
+    replicas, world = scenario.replicas, scenario.world_size
+    if scenario.strategy in HYBRIDS:
+        fits, wanted = replicas >= 1 and world % replicas == 0, f"a divisor of world_size, {world}"
+    else:
+        fits, wanted = replicas == 1, f'1 for strategy "{scenario.strategy}"'
+    _require(fits, "replicas", replicas, wanted)
+
+    accumulation = scenario.accumulation
+    _require_one_of(("each", "last", "last_all_reduce"), "accumulation", accumulation)
+    if scenario.micro_batches == 1:
+        _require(accumulation == "each", "accumulation", accumulation, '"each" of one micro-batch')
+    if accumulation == "last_all_reduce":
+        wanted = f'another for strategy "{scenario.strategy}": only the hybrids sum in two stages'
+        _require(scenario.strategy in HYBRIDS, "accumulation", accumulation, wanted)
+
+
+def _validate_schedule(scenario: Scenario) -> None:
+    schedule = scenario.schedule
+    group, shards = schedule.reshard_after_forward, scenario.layout[1]
+    _require(
+        group in (-1, 0, 1) or (group > 1 and shards % group == 0),
+        "schedule.reshard_after_forward",
+        group,
+        f"-1, 0, 1, or a divisor of the number of shards, {shards}",
+    )
+    _require(
+        0 <= schedule.forward_prefetch <= 8,
+        "schedule.forward_prefetch",
+        schedule.forward_prefetch,
+        "0 to 8",
+    )
+    _require_one_of(
+        ("pre", "post", "none"), "schedule.backward_prefetch", schedule.backward_prefetch
+    )
+    _require(
+        schedule.limit_gathers >= 0,
+        "schedule.limit_gathers",
+        schedule.limit_gathers,
+        "at least 0 (0: no limit)",
+    )
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class StepTrace:
 
 @dataclass
 class State:
+    # The steps that the optimizer took. With loss scaling it skips some.
     steps_done: int
     parameters: dict[str, Tensor]
     optimizer_state: dict[str, Tensor]

@@ -1,11 +1,14 @@
 """Trains on one device what the ranks of a sharded run train together: each rank's micro-batch one
 after another, and the gradients combined in rank order. The exact sequence of operations is in
-reference/README.md, under "Gradients (replay)" to "Optimizers"."""
+reference/README.md, under "Gradients (replay)" to "Optimizers".
+
+The parameters that are kept and optimised are in the scenario's dtype. What computes is a model of its
+own, in the dtype of mixed precision, which gets their values before each step."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from errors import InputError, UnusablePython
 from models import make_model
 from norm import exact_norm
 from optimizers import PeerAdamW, described, make_optimizer
+from reduction import Reduction
 from scenario import Scenario
 from traces import State, StepTrace, TraceTensor, kept
 
@@ -35,12 +39,22 @@ class Trainer:
         self._peer_optimizer = peer_optimizer
         self._data = Dataset(scenario)
         self._model = make_model(scenario).to(self._device)
-        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
+        # All that is optimised is contiguous, whatever the leaf is: in 16 bits add_ with alpha rounds
+        # once or twice, depending on the layout.
+        self._parameters = {
+            name: nn.Parameter(
+                torch.empty(leaf.shape, dtype=scenario.torch_dtype, device=self._device),
+                requires_grad=leaf.requires_grad,
+            )
+            for name, leaf in self._model.named_parameters()
+        }
         self._load_parameters(initial)
         for name, value in initial.items():
             if not torch.isfinite(value).all():
                 raise InputError(f"the initial weight {name} has an element that is not finite")
-        self._optimizer = make_optimizer(scenario.optimizer, self._parameters)
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._optimizer = make_optimizer(scenario.optimizer, trained, self._model.never_used())
+        self._next_step: int | None = 0
         self._generators = [
             # The seed is an unsigned 64-bit number, and the sum wraps around.
             torch.Generator("cpu").manual_seed((scenario.seed + rank) % 2**64)
@@ -48,11 +62,15 @@ class Trainer:
         ]
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._micro_batch = 0
+        self._forward = 0
+        # How often each module has been called in this forward.
+        self._calls: Counter[str] = Counter()
         for name, module in (*self._model.layers_by_name().items(), ("model", self._model)):
             module.register_forward_hook(self._recorder(name))
 
     @property
     def steps_done(self) -> int:
+        """The steps that the optimizer took; with loss scaling it skips some."""
         return self._optimizer.steps_done
 
     def set_state(self, state: State) -> None:
@@ -60,12 +78,15 @@ class Trainer:
         Values that are not finite are taken as they are, to compare what follows from them too."""
         self._load_parameters(state.parameters)
         self._optimizer.load_state(state.steps_done, state.optimizer_state)
+        # How many steps were skipped before it a state does not say.
+        self._next_step = None if self._scenario.loss_scale > 0 else state.steps_done
 
     def step(self, step: int) -> StepTrace:
-        if step != self.steps_done:
+        if step < self.steps_done or self._next_step not in (None, step):
+            wanted = f"{self.steps_done} or later" if self._next_step is None else self._next_step
             raise InputError(
                 f"asked for step {step}, but the state has {self.steps_done} steps done; "
-                f"wanted: step {self.steps_done}, or a state with {step} steps done"
+                f"wanted: step {wanted}, or another state"
             )
         trace = StepTrace(step)
         self._outputs.clear()
@@ -76,62 +97,101 @@ class Trainer:
         for name in reversed(gradients):
             trace.tensors.append(TraceTensor.single("gradient", name, gradients[name]))
 
-        norm = exact_norm(gradients.values())
+        skipped = self._scenario.loss_scale > 0 and not all(
+            bool(gradient.isfinite().all()) for gradient in gradients.values()
+        )
+        norm = exact_norm(gradients.values(), self._scenario.norm_type)
         trace.tensors.append(TraceTensor.single("total_norm", "total_norm", norm))
         if self._scenario.max_norm > 0:
             clip(gradients, norm, self._scenario.max_norm)
         for name in reversed(gradients):
             trace.tensors.append(TraceTensor.single("clipped_gradient", name, gradients[name]))
 
-        peer = PeerAdamW(self._optimizer) if self._peer_optimizer else None
-        self._optimizer.step(gradients)
-        if peer:
-            difference = peer.difference_after(gradients)
-            trace.notes["peer_optimizer_max_relative_difference"] = repr(difference)
+        if not skipped:
+            self._optimize(gradients, trace)
+        self._next_step = step + 1
         for name, parameter in self._parameters.items():
             trace.tensors.append(TraceTensor.single("parameter", name, parameter))
         for name, value in self._optimizer.state().items():
             trace.tensors.append(TraceTensor.single("optimizer_state", name, value))
         return trace
 
+    def _optimize(self, gradients: dict[str, Tensor], trace: StepTrace) -> None:
+        peer = PeerAdamW(self._optimizer) if self._peer_optimizer else None
+        self._optimizer.step(gradients)
+        if peer:
+            difference = peer.difference_after(gradients)
+            trace.notes["peer_optimizer_max_relative_difference"] = repr(difference)
+
     def _reduced_gradients(self, step: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Each rank's losses [micro_batches], and the gradient of every parameter."""
+        """Each rank's losses [micro_batches], and the gradient of every parameter that has one."""
         scenario = self._scenario
+        self._fill_model()
         losses: list[list[Tensor]] = [[] for _ in range(scenario.world_size)]
-        total: dict[str, Tensor] = {}
+        reduction = Reduction(scenario)
         for micro_batch in range(scenario.micro_batches):
             self._micro_batch = micro_batch
-            reduced: dict[str, Tensor] = {}
+            ranks = []
             for rank in range(scenario.world_size):
                 loss, gradients = self._rank_gradients(step, micro_batch, rank)
                 losses[rank].append(loss)
-                add_up(reduced, gradients)
+                ranks.append(gradients)
+            reduction.add_micro_batch(ranks)
+        reduced = reduction.result()
+        if scenario.loss_scale > 0:
+            inverse = torch.tensor(1.0 / scenario.loss_scale, dtype=torch.float32).item()
             for gradient in reduced.values():
-                gradient.div_(scenario.world_size)
-            add_up(total, reduced)
-        return [kept(torch.stack(each)) for each in losses], total
+                gradient.mul_(inverse)
+        # In the order of the parameters.
+        gradients = {
+            name: reduced[name].contiguous() for name in self._parameters if name in reduced
+        }
+        return [kept(torch.stack(each)) for each in losses], gradients
+
+    @torch.no_grad()
+    def _fill_model(self) -> None:
+        for name, leaf in self._model.named_parameters():
+            leaf.copy_(self._parameters[name])
 
     def _rank_gradients(
         self, step: int, micro_batch: int, rank: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of the parameters that have one, in the leaf's dtype."""
         self._model.zero_grad(set_to_none=True)
         self._model.set_generator(self._generators[rank])
-        input, target = self._data.batch(step, micro_batch, rank)
-        output = self._model(input.to(self._device))
-        loss = self._model.loss(output, target.to(self._device))
-        micro_batches = self._scenario.micro_batches
-        (loss if micro_batches == 1 else loss / micro_batches).backward()
+        loss = self._loss(*self._data.batch(step, micro_batch, rank))
+        divided = loss if self._scenario.micro_batches == 1 else loss / self._scenario.micro_batches
+        scale = self._scenario.loss_scale
+        (divided * scale if scale > 0 else divided).backward()
         gradients = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in self._parameters.items()
+            name: leaf.grad
+            for name, leaf in self._model.named_parameters()
+            if leaf.grad is not None
         }
         # The next rank must not add to these.
         self._model.zero_grad(set_to_none=True)
         return loss.detach(), gradients
 
+    def _loss(self, input: Tensor, target: Tensor) -> Tensor:
+        input, target = input.to(self._device), target.to(self._device)
+        if input.is_floating_point():
+            input = input.to(self._scenario.parameter_dtype)
+        losses = []
+        for self._forward, each in enumerate(self._model.forward_inputs(input)):
+            self._calls.clear()
+            output = self._model(each)
+            fitting = target.to(output.dtype) if target.is_floating_point() else target
+            losses.append(self._model.loss(output, fitting))
+        return losses[0] if len(losses) == 1 else losses[0] + losses[1]
+
     def _recorder(self, name: str):
-        def record(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            self._outputs[f"{name}@m{self._micro_batch}"].append(kept(output))
+        def record(module: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
+            forward = f"#{self._forward + 1}" if self._forward > 0 else ""
+            # Of a layer that the model calls more than once.
+            call = f"+{self._calls[name]}" if self._calls[name] > 0 else ""
+            self._calls[name] += 1
+            values = output[0] if isinstance(output, tuple) else output
+            self._outputs[f"{name}{call}{forward}@m{self._micro_batch}"].append(kept(values))
 
         return record
 
@@ -151,16 +211,6 @@ class Trainer:
                 )
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
-
-
-@torch.no_grad()
-def add_up(total: dict[str, Tensor], summand: dict[str, Tensor]) -> None:
-    """Adds in place. The first summand is taken itself, not added to zeros: 0 + -0 would be +0."""
-    for name, value in summand.items():
-        if name in total:
-            total[name].add_(value)
-        else:
-            total[name] = value
 
 
 @torch.no_grad()

@@ -44,4 +44,15 @@ struct NonFiniteError : Error {
   using Error::Error;
 };
 
+/// A file is missing, truncated, damaged, of another kind or version, or cannot be written; the
+/// message names the file and the place in it.
+struct FileError : Error {
+  using Error::Error;
+};
+
+/// A state does not fit the model or optimizer: names, shapes, dtypes, parameter groups.
+struct StateError : Error {
+  using Error::Error;
+};
+
 }  // namespace fsdp

@@ -23,6 +23,10 @@ class ExactSquareSum {
   /// Adds the squares of all elements: any shape and strides, float64, float32, bfloat16 or
   /// float16, on any device. Throws UsageError for other dtypes.
   void add(const at::Tensor& values);
+  /// Adds |value|^p for all elements instead: each is converted to float64 and raised by the C
+  /// library's pow (not for p = 1), and the results are added without rounding. p must be positive
+  /// and finite.
+  void add_powers(const at::Tensor& values, double p);
 
   /// int64 [kWords] on the CPU. Summing such tensors elementwise, over up to 2^31 ranks, merges the
   /// sums.

@@ -17,7 +17,7 @@ enum class Point {
   unreduced_gradient,      // flat, before the reduce-scatter: [padded]
   gradient_divide_factor,  // scalar float64 on the CPU: what the sum over ranks is divided by
   sharded_gradient,        // this rank's shard, reduced and divided, before it is added to earlier
-                           // micro-batches': [padded / world size]
+                           // micro-batches': [padded / shards]
   local_square_sum,        // words of the ExactSquareSum of this rank's shards
   global_square_sum,       // the same after the all-reduce
   total_norm,              // scalar
@@ -40,6 +40,8 @@ struct Observation {
   int world_size = 1;
   at::Tensor& tensor;                            // may be written in place
   const std::vector<FlatSlot>* slots = nullptr;  // of the unit; null for norms
+  int shard = 0;  // which of `shards` chunks of the flat parameter this rank holds
+  int shards = 1;
 };
 
 class Observer {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
@@ -42,6 +43,9 @@ struct InProcessOptions {
 /// bool, sum and max are "or", product and min are "and". NaN propagates through min and max. Other
 /// reductions are refused.
 ///
+/// Backend::split makes a group of some of the ranks; its members call it with the same list (the
+/// store and the options are not used). Who leaves a group leaves those that were split from it.
+///
 /// Every collective is asynchronous: it returns a Work, and the tensors may be read or written only
 /// after wait() returned. A rank that waits also does the pending share of ranks that are busy. A
 /// Work may be dropped without a wait. Autograd does not see the tensors change. A rank's results
@@ -63,6 +67,39 @@ std::vector<BackendPtr> make_in_process_group(int world_size, InProcessOptions o
 /// reason; what it posted before is still done. Harmless for a rank that the others no longer wait
 /// for. Destroying a backend and its shutdown() do the same. Does nothing for other backends.
 void leave_group(Backend& backend, const std::string& reason);
+
+/// While it lives, this thread's collectives bear a label. The ranks of an in_process group must
+/// agree on it as on sizes and dtypes, and messages show it, so that two collectives of the same
+/// size that belong to different modules are never mixed up (the fault of pytorch/pytorch#75902).
+/// Other backends do not see it. The text must outlive the scope.
+class CollectiveLabel {
+ public:
+  explicit CollectiveLabel(std::string_view text);
+  ~CollectiveLabel();
+  CollectiveLabel(const CollectiveLabel&) = delete;
+  CollectiveLabel& operator=(const CollectiveLabel&) = delete;
+  /// The innermost label of this thread, or "".
+  static std::string_view current();
+
+ private:
+  std::string_view previous_;
+};
+
+/// Replicas x shards: world rank i * S + j is replica i of shard j. One rank's view of it.
+struct DeviceMesh {
+  BackendPtr replicate;  // the ranks with the same shard, in order of their replica
+  BackendPtr shard;      // the ranks with the same replica, in order of their shard
+};
+
+/// Cuts `world` into `replicas` groups that shard and their counterparts that replicate, by
+/// Backend::split; sizes of 1 are allowed on both axes. Every rank of `world` must call it. Throws
+/// UsageError: world is null, cannot be split, or its size is no multiple of `replicas`.
+DeviceMesh make_device_mesh(const BackendPtr& world, int replicas);
+
+/// The group of these ranks of `world`, which must all call it with the same list; the calling
+/// rank's number in it is its place in the list. A list of all ranks in order gives `world` itself.
+/// Throws UsageError if the calling rank is not in the list.
+BackendPtr split_group(const BackendPtr& world, const std::vector<int>& ranks);
 
 /// What a rank's body is given by `run_ranks`.
 struct RankContext {

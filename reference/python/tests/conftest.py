@@ -31,12 +31,14 @@ SMALL_TRANSFORMER = {
     "vocabulary": 32,
 }
 SMALL_MLP = {"kind": "mlp", "sizes": [12, 20, 7]}
+QUIRKS_MODEL = {"kind": "quirks"}  # its defaults are small
+MODELS = {"mlp": SMALL_MLP, "transformer": SMALL_TRANSFORMER, "quirks": QUIRKS_MODEL}
 
 
 def small_document(kind: str = "mlp", **changes: Any) -> dict[str, Any]:
     """A scenario's JSON. Changes are given by path, with two underscores for the dot."""
     document: dict[str, Any] = {
-        "model": dict(SMALL_MLP if kind == "mlp" else SMALL_TRANSFORMER),
+        "model": dict(MODELS[kind]),
         "data": {"kind": "synthetic"},
         "optimizer": {"kind": "adamw", "lr": 0.01},
         "seed": 7,
@@ -60,12 +62,12 @@ SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 def weights_of(scenario: Scenario, seed: int = 0) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    model = make_model(scenario)
-    return {
+    weights = {}
+    for name, parameter in make_model(scenario).named_parameters():
+        value = parameter.detach().to(scenario.torch_dtype)
         # Not the usual zeros and ones: a bias that is forgotten has to show.
-        name: (parameter.detach() + 0.1 * torch.randn_like(parameter)).clone()
-        for name, parameter in model.named_parameters()
-    }
+        weights[name] = (value + 0.1 * torch.randn_like(value)).contiguous()
+    return weights
 
 
 class Run:

@@ -8,6 +8,7 @@ from conftest import small_scenario
 
 from data import Dataset, hash_counters
 from errors import InputError
+from scenario import DTYPES
 
 M64 = 2**64 - 1
 
@@ -81,6 +82,22 @@ def test_synthetic_numbers_are_those_of_the_page(dtype):
             for i in range(size):
                 bits = slow_hash(7, stream, 4, 1, 0, b, i) >> 53
                 assert numbers[b, i].item() == (bits - 1024) / 1024
+
+
+def test_synthetic_numbers_of_the_quirks_model_are_those_of_an_mlp_of_its_width():
+    ours = Dataset(small_scenario("quirks", model__quirk_width=11)).batch(1, 1, 1)
+    theirs = Dataset(small_scenario("mlp", model__sizes=[11, 11])).batch(1, 1, 1)
+    assert ours[0].shape == ours[1].shape == (3, 11)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+def test_synthetic_numbers_are_rounded_to_bfloat16_and_exact_in_float16():
+    exact = Dataset(small_scenario("mlp", batch=50)).batch(0, 0, 0)[0]
+    for dtype, same in (("float16", True), ("bfloat16", False)):
+        numbers = Dataset(small_scenario("mlp", batch=50, dtype=dtype)).batch(0, 0, 0)[0]
+        assert numbers.dtype == DTYPES[dtype]
+        assert torch.equal(numbers, exact.to(DTYPES[dtype]))
+        assert torch.equal(numbers.float(), exact) == same
 
 
 def test_synthetic_numbers_are_of_both_signs_and_below_one():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from scenario import scenario_from_json
+from scenario import QUIRKS, scenario_from_json
 
 PAGE = Path(__file__).resolve().parents[3] / "conformance" / "trace-format.md"
 QUANTITIES = [
@@ -60,7 +60,8 @@ def check_tensor(described: dict[str, Any], tensors: dict[str, torch.Tensor], ra
     assert described.keys() == {"quantity", "name", "shape", "placement", "pieces"}
     pieces, shape = described["pieces"], described["shape"]
     values = [tensors.pop(piece["key"]) for piece in pieces]
-    assert {value.dtype for value in values} <= {torch.float32, torch.float64}
+    (dtype,) = {value.dtype for value in values}
+    assert dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     expected_ranks = [-1] if described["placement"] == "single" else list(range(ranks))
     assert [piece["rank"] for piece in pieces] == expected_ranks
     if described["placement"] == "sharded":
@@ -111,9 +112,18 @@ def test_the_example_traces_what_the_page_lists(example):
     assert (weights != 1).all()  # it trained
 
 
-@pytest.mark.parametrize("kind", ["mlp", "transformer"])
-def test_the_program_keeps_the_rules_of_the_page(make_run, kind):
-    run = make_run(kind, world_size=3, micro_batches=2)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mlp", {}),
+        ("transformer", {}),
+        ("transformer", {"dtype": "float16", "loss_scale": 8, "model__tied": True}),
+        ("mlp", {"dtype": "bfloat16", "precision": {"output": "float32"}, "norm_type": "inf"}),
+        ("quirks", {"model__quirks": list(QUIRKS), "precision": {"parameter": "bfloat16"}}),
+    ],
+)
+def test_the_program_keeps_the_rules_of_the_page(make_run, kind, changes):
+    run = make_run(kind, world_size=3, micro_batches=2, **changes)
     assert run.inside("out") == (0, [])
     assert check_trace(run.folder / "out") == 3
 

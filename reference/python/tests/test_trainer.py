@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
 from conftest import SGD, small_scenario, weights_of
+from exact import nearest
 
 from data import Dataset
 from errors import InputError
 from models import make_model
 from norm import exact_norm
+from scenario import QUIRKS
 from traces import State, StepTrace
 from trainer import Trainer, clip
 
@@ -113,6 +117,28 @@ def test_clipping_scales_every_gradient_by_one_coefficient(max_norm, bites, dtyp
         assert torch.equal(trace.values("clipped_gradient", name), expected)
 
 
+@pytest.mark.parametrize("norm_type", [1, 3, 2.5, "inf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_clipping_is_by_the_norm_of_the_scenario(norm_type, dtype):
+    scenario = small_scenario("mlp", norm_type=norm_type, max_norm=0.01, dtype=dtype)
+    (trace,) = trained(scenario)
+    names = list(weights_of(scenario))
+    gradients = [trace.values("gradient", name) for name in names]
+    norm = trace.values("total_norm", "total_norm")
+    assert torch.equal(norm, exact_norm(gradients, float(norm_type)))
+    joined = torch.cat([g.flatten().double() for g in gradients])
+    assert norm.item() == pytest.approx(
+        torch.linalg.vector_norm(joined, float(norm_type)).item(), rel=2**-8
+    )
+    kept = scenario.torch_dtype
+    denominator = nearest(Fraction(norm.item()) + Fraction(1e-6), kept)
+    coefficient = nearest(Fraction(nearest(0.01, kept)) / Fraction(denominator), kept)
+    for name, gradient in zip(names, gradients, strict=True):
+        clipped = trace.values("clipped_gradient", name).flatten().tolist()
+        for got, each in zip(clipped, gradient.flatten().tolist(), strict=True):
+            assert got == nearest(Fraction(each) * Fraction(coefficient), kept)
+
+
 def test_without_clipping_the_norm_is_reported_and_gradients_are_left_alone():
     scenario = small_scenario("mlp", max_norm=0)
     (trace,) = trained(scenario)
@@ -160,9 +186,12 @@ def test_outputs_are_those_of_the_layers():
 
 
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw", "lr": 0.01}, SGD], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.parametrize("kind", ["mlp", "transformer", "quirks"])
 def test_a_state_put_in_place_gives_the_step_that_its_own_would_give(kind, optimizer):
-    scenario = small_scenario(kind, optimizer=optimizer, model__dropout=0.1)
+    changes = {"model__dropout": 0.1}
+    if kind == "quirks":
+        changes = {"model__quirks": list(QUIRKS), "precision": {"parameter": "bfloat16"}}
+    scenario = small_scenario(kind, optimizer=optimizer, **changes)
     own = trained(scenario, steps=4)
     trainer = Trainer(scenario, weights_of(scenario))
     for step in range(4):
