@@ -251,6 +251,17 @@ void refuse_what_is_not_here(const Scenario& scenario) {
     throw ScenarioError(fmt::format("device is \"{}\"; wanted: \"cpu\", the only one in this build",
                                     scenario.device));
   }
+  // libtorch's optimizers add with a factor (Tensor::add_ with alpha), which rounds 16-bit numbers
+  // once in the vectorised part of a tensor and twice in the rest, so that what a shard's last
+  // elements get depends on how the parameter was cut.
+  const bool is_narrow = scenario.dtype == "bfloat16" || scenario.dtype == "float16";
+  if (is_narrow && layout_of(scenario).shards > 1) {
+    throw ScenarioError(fmt::format(
+        "dtype is \"{}\" with {} shards; wanted: float32 or float64 (and \"{}\" as "
+        "precision.parameter), or one shard: an optimizer's sums of 16-bit numbers depend on where "
+        "a shard ends, so that no sharded run can equal one device",
+        scenario.dtype, layout_of(scenario).shards, scenario.dtype));
+  }
 }
 
 /// Numbers that the dtype cannot hold would be rounded to infinity or zero on the way.

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -133,6 +134,65 @@ TEST_P(PythonReferenceAgrees, WithTheReplayToTheBitAtEveryStep) {
   python.finish();
 }
 
+/// Meshes, precisions, accumulation, norms, scaling, and the quirks.
+void add_wider_scenarios(std::vector<Scenario>& scenarios) {
+  const auto add = [&scenarios](const std::string& model, auto change) {
+    auto scenario = small_scenario(model);
+    scenario.micro_batches = 2;
+    scenario.max_norm = 1e-3;
+    change(scenario);
+    validate(scenario);
+    scenarios.push_back(scenario);
+  };
+  int turn = 0;
+  for (const auto* parameter : {"bfloat16", "float16", "float32"}) {
+    for (const auto* accumulation : {"each", "last", "last_all_reduce"}) {
+      add("transformer", [&](Scenario& scenario) {
+        scenario.world_size = 4;
+        scenario.strategy = "hybrid_shard";
+        scenario.replicas = 2;
+        scenario.accumulation = accumulation;
+        scenario.precision.parameter = parameter;
+        scenario.precision.reduce = turn % 2 == 0 ? "float32" : "";
+        scenario.precision.output = turn % 3 == 1 ? "float32" : "";
+        scenario.precision.exempt_norms = scenario.precision.parameter != "float32";
+        scenario.loss_scale = scenario.precision.parameter == "float16" ? 1024 : 0;
+        scenario.model.tied = turn % 2 == 1;
+        scenario.norm_type = std::vector<double>{1, 3, 2.5}[turn % 3];
+      });
+      ++turn;
+    }
+  }
+  add("transformer", [](Scenario& scenario) {
+    scenario.strategy = "no_shard";
+    scenario.world_size = 3;
+    scenario.norm_type = std::numeric_limits<double>::infinity();
+    scenario.divide = {3, 7};
+  });
+  add("transformer", [](Scenario& scenario) { scenario.dtype = "bfloat16"; });
+  add("transformer", [](Scenario& scenario) {
+    scenario.dtype = "float16";
+    scenario.optimizer.eps = 1e-3;  // 1e-8 is zero in float16
+  });
+  for (const auto& quirk : quirk_names()) {
+    add("quirks", [&](Scenario& scenario) {
+      scenario.model = ModelSpec();
+      scenario.model.kind = "quirks";
+      scenario.model.quirks = {quirk};
+      scenario.precision.parameter = "bfloat16";
+    });
+  }
+  add("quirks", [](Scenario& scenario) {
+    scenario.model = ModelSpec();
+    scenario.model.kind = "quirks";
+    scenario.model.depth = 4;
+    scenario.model.quirks = {"tied_across", "twice", "unused",      "scalar",
+                             "buffer",      "tuple", "two_forwards"};
+    scenario.precision.parameter = "bfloat16";
+    scenario.precision.buffer = "float16";
+  });
+}
+
 std::vector<Scenario> agreeing_scenarios() {
   std::vector<Scenario> scenarios;
   const auto add = [&scenarios](const std::string& model, auto change) {
@@ -173,6 +233,7 @@ std::vector<Scenario> agreeing_scenarios() {
     scenario.max_norm = 0;
   });
   add("mlp", [](Scenario& scenario) { scenario.optimizer.weight_decay = 0; });
+  add_wider_scenarios(scenarios);
   // Sizes whose products go through the blocked kernels, where it counts whether the bias is added
   // before or after.
   add("transformer", [](Scenario& scenario) {

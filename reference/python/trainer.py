@@ -191,7 +191,7 @@ class Trainer:
             call = f"+{self._calls[name]}" if self._calls[name] > 0 else ""
             self._calls[name] += 1
             values = output[0] if isinstance(output, tuple) else output
-            self._outputs[f"{name}{call}{forward}@m{self._micro_batch}"].append(kept(values))
+            self._outputs[f"{name}{forward}{call}@m{self._micro_batch}"].append(kept(values))
 
         return record
 

@@ -114,7 +114,8 @@ class RankResult:
 
     def _loss(self, scenario: Scenario, input: Tensor, target: Tensor, suffix: str) -> Tensor:
         def record(name: str, value: Tensor) -> None:
-            self.outputs[name + suffix] = value.detach().clone()
+            layer, plus, call = name.partition("+")
+            self.outputs[layer + suffix + plus + call] = value.detach().clone()
 
         kinds = {"mlp": mlp, "transformer": transformer, "quirks": quirks}
         output = kinds[scenario.model.kind](scenario, self.leaves, input, record)

@@ -175,7 +175,7 @@ def test_recorded_names_of_second_calls_and_forwards():
             "layers.1",
             "model",
             "layers.0#2",
-            "layers.0+1#2",
+            "layers.0#2+1",
             "layers.1#2",
             "model#2",
         )
