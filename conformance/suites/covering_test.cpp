@@ -14,8 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "conformance/comparison.h"
-#include "conformance/session.h"
+#include "conformance/suites/equal_to_one_device.h"
 #include "reference/scenario.h"
 
 namespace shardproof {
@@ -384,30 +383,7 @@ INSTANTIATE_TEST_SUITE_P(Covering, EachRow, testing::ValuesIn(rows()),
                          [](const auto& info) { return name_of(info.param); });
 
 TEST_P(EachRow, EqualsOneDeviceToTheBit) {
-  SessionOptions options;
-  options.scenario = scenario_of(GetParam());
-  options.python = false;  // python_reference_test holds the two references to each other
-  options.timeout = std::chrono::seconds(120);
-  const auto summary = run_session(options);
-  std::string why;
-  for (const auto& guard : summary.guards) {
-    why += guard.outcome == Outcome::failed ? guard.message + "\n" : "";
-  }
-  if (summary.has_divergence) {
-    why += describe(summary.first_divergence);
-  }
-  EXPECT_EQ(summary.outcome, Outcome::passed) << dotted_name(options.scenario) << ": " << why;
-  std::set<std::string> exact;
-  for (const auto& row : summary.rows) {
-    if (row.reference == "replay") {
-      EXPECT_EQ(row.rule, RuleKind::exact) << row.quantity;
-      EXPECT_EQ(row.worst_ulp, 0u) << row.quantity;
-      EXPECT_GT(row.elements, 0) << row.quantity;
-      exact.insert(row.quantity);
-    }
-  }
-  EXPECT_THAT(exact, testing::IsSupersetOf({"output", "loss", "gradient", "total_norm",
-                                            "clipped_gradient", "parameter"}));
+  expect_equal_to_one_device(scenario_of(GetParam()));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "conformance/comparison.h"
 #include "conformance/fsdp_subject.h"
 #include "conformance/session.h"
+#include "conformance/suites/equal_to_one_device.h"
 #include "fsdp/errors.h"
 #include "reference/models.h"
 
@@ -42,32 +43,6 @@ void use_sgd(Scenario& scenario) {
   scenario.optimizer.kind = "sgd";
   scenario.optimizer.momentum = 0.9;
   scenario.optimizer.lr = 0.1;
-}
-
-void expect_equal_to_one_device(const Scenario& scenario) {
-  SessionOptions options;
-  options.scenario = scenario;
-  options.python = false;  // python_reference_test holds the two references to each other
-  options.timeout = std::chrono::seconds(120);
-  const auto summary = run_session(options);
-  std::string why;
-  for (const auto& guard : summary.guards) {
-    why += guard.outcome == Outcome::failed ? guard.message + "\n" : "";
-  }
-  if (summary.has_divergence) {
-    why += describe(summary.first_divergence);
-  }
-  EXPECT_EQ(summary.outcome, Outcome::passed) << dotted_name(scenario) << ": " << why;
-  bool replay = false;
-  for (const auto& row : summary.rows) {
-    if (row.reference == "replay") {
-      replay = true;
-      EXPECT_EQ(row.rule, RuleKind::exact);
-      EXPECT_EQ(row.worst_ulp, 0u) << row.quantity;
-      EXPECT_GT(row.elements, 0) << row.quantity;
-    }
-  }
-  EXPECT_TRUE(replay);
 }
 
 class EachWorldSize : public testing::TestWithParam<int> {};

@@ -4,6 +4,7 @@
 
 #include <fsdp/errors.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/observer.h>
 #include <fsdp/process_group.h>
 #include <fsdp/recording.h>
 #include <gmock/gmock.h>
@@ -939,6 +940,116 @@ TEST(Parameters, EditsOfWholeParametersAreKept) {
       EXPECT_NE(network->first->linear->weight.flatten()[33].item<float>(), 0);
     });
   }
+}
+
+TEST(Parameters, AnOptimizerThatWasMadeFirstTrainsEveryOne) {
+  // huggingface/accelerate#3256: the optimizer holds what the model holds, before wrapping and
+  // after.
+  on_ranks(2, [](RankContext& context) {
+    Network network;
+    fill(*network);
+    torch::optim::SGD optimizer(network->parameters(), 0.5);
+    shard_layers(network, {context.process_group});
+    std::map<std::string, Tensor> start;
+    for (const auto& placement : shard_placements(*network)) {
+      start[placement.name] = placement.parameter.detach().clone();
+    }
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      loss_of(network, context.rank, step).backward();
+      optimizer.step();
+    }
+    for (const auto& placement : shard_placements(*network)) {
+      if (placement.numel > 0) {
+        EXPECT_FALSE(torch::equal(placement.parameter, start[placement.name])) << placement.name;
+      }
+    }
+  });
+}
+
+struct CrossedImpl : Module<CrossedImpl> {
+  CrossedImpl()
+      : a(register_module("a", Layer(4, 4))),
+        b(register_module("b", Layer(4, 4))),
+        c(register_module("c", Layer(4, 4))) {}
+  Tensor forward(const Tensor& x) { return b(c(a(x))); }  // not in the order of registration
+  Layer a, b, c;
+};
+FSDP_MODULE(Crossed);
+
+TEST(Schedule, GatheringAheadUsesTheWeightsOfTheLastUpdateInWhateverOrderLayersRun) {
+  // NVIDIA/Megatron-LM#950.
+  std::vector<Tensor> want;
+  for (const int ahead : {0, 1, 2}) {
+    on_ranks(2, [&](RankContext& context) {
+      Crossed module;
+      fill(*module);
+      FullyShardOptions options{context.process_group};
+      options.forward_prefetch = ahead;
+      fully_shard(module->a, options);
+      fully_shard(module->b, options);
+      fully_shard(module->c, options);
+      fully_shard(module, options);
+      torch::optim::SGD optimizer(module->parameters(), 0.5);
+      for (int step = 0; step < 5; ++step) {
+        optimizer.zero_grad();
+        module(batch(context.rank, step, 4)).square().mean().backward();
+        optimizer.step();
+      }
+      const WholeParameters whole(*module);
+      const auto parameters = module->parameters();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        if (ahead > 0) {
+          EXPECT_TRUE(torch::equal(parameters[i], want[i])) << i;
+        } else if (context.rank == 0) {
+          want.push_back(parameters[i].detach().clone());
+        }
+      }
+    });
+  }
+}
+
+TEST(Schedule, FrozenUnitsDoNotPileUpInBackward) {
+  // pytorch/pytorch#101982.
+  class MostGathered : public Observer {
+   public:
+    explicit MostGathered(torch::nn::Module& module) : module_(module) {}
+    void observe(const Observation& seen) override {
+      if (seen.point == Point::unsharded_parameters) {
+        int now = 0;
+        for (const auto& unit : describe_units(module_)) {
+          now += unit.is_gathered ? 1 : 0;
+        }
+        most = std::max(most, now);
+      }
+    }
+    int most = 0;
+
+   private:
+    torch::nn::Module& module_;
+  };
+  on_ranks(2, [](RankContext& context) {
+    torch::nn::Sequential layers;
+    for (int i = 0; i < 9; ++i) {
+      Layer layer(4, 4);
+      fill(*layer, i);
+      if (i > 0) {
+        for (auto& parameter : layer->parameters()) {
+          parameter.set_requires_grad(false);
+        }
+      }
+      fully_shard(layer, {context.process_group});
+      layers->push_back(layer);
+    }
+    FullyShardedDataParallel model(layers, {context.process_group});
+    MostGathered most(model.root());
+    const ObserverScope scope(&most);
+    model(batch(context.rank, 0, 4)).sum().backward();
+    EXPECT_LE(most.most, 3);  // one at work, one ahead, and the root, which has nothing
+    for (const auto& unit : describe_units(model.root())) {
+      EXPECT_FALSE(unit.is_gathered) << unit.name;
+    }
+  });
 }
 
 // ---- Making modules

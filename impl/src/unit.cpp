@@ -90,13 +90,17 @@ std::size_t place_of(const std::vector<std::weak_ptr<Unit>>& units, const Unit* 
 Unit::Unit(UnitOptions options, std::vector<std::weak_ptr<torch::nn::Module>> modules,
            const std::vector<NamedParameter>& parameters)
     : options_(std::move(options)), modules_(std::move(modules)) {
+  flat_.emplace(parameters, flat_options());
+  owners().add(*flat_, this);
+}
+
+FlatParameter::Options Unit::flat_options() const {
   FlatParameter::Options flat;
   flat.shard = shard();
   flat.shards = shards();
   flat.param_dtype = options_.mixed_precision.param_dtype;
   flat.offload = options_.offload;
-  flat_.emplace(parameters, flat);
-  owners().add(*flat_, this);
+  return flat;
 }
 
 Unit::~Unit() {
@@ -505,13 +509,8 @@ void Unit::release(const at::Tensor& parameter) {
       rest.push_back({flat_->slots()[i].name, own});
     }
   }
-  FlatParameter::Options flat;
-  flat.shard = shard();
-  flat.shards = shards();
-  flat.param_dtype = options_.mixed_precision.param_dtype;
-  flat.offload = options_.offload;
   owners().remove(*flat_);
-  flat_.emplace(rest, flat);
+  flat_.emplace(rest, flat_options());
   owners().add(*flat_, this);
 }
 

@@ -101,6 +101,7 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
  private:
   class UseToken;
 
+  FlatParameter::Options flat_options() const;
   /// Finds out at the first forward which units lie below this one, if it is the outermost, and
   /// gives all of them their names.
   void become_root_if_first(torch::nn::Module& module);
