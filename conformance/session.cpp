@@ -282,6 +282,8 @@ void refuse_what_the_dtype_cannot_hold(const Scenario& scenario) {
           field, value, scenario.dtype, smallest, largest));
     }
   };
+  check("divide.pre", scenario.divide.pre);
+  check("divide.post", scenario.divide.post);
   check("max_norm", scenario.max_norm);
   check("optimizer.lr", scenario.optimizer.lr);
   check("optimizer.eps", scenario.optimizer.eps);
@@ -376,10 +378,10 @@ RunSummary run_session(const SessionOptions& options) {
 
   summary.strikes = subject_options.strikes->strikes();
   if (options.fault != nullptr && summary.strikes.empty()) {
-    throw fsdp::UsageError(
-        fmt::format("fault '{}' found nothing to change in this scenario ({}); wanted: a scenario "
-                    "in which it can strike, for example more than one rank",
-                    options.fault->name, dotted_name(options.scenario)));
+    throw fsdp::UsageError(fmt::format(
+        "fault '{}' found nothing to change in this scenario ({}); wanted: a scenario "
+        "in which it can strike, for example more than one shard, and a norm_type other than inf",
+        options.fault->name, dotted_name(options.scenario)));
   }
 
   summary.guards = guards.verdicts();

@@ -352,7 +352,8 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
     return complain(kExitBroken,
                     "cannot write the table to standard output; nobody has seen the verdict");
   }
-  if (summary.outcome == Outcome::passed && options.fault != nullptr) {
+  // A guard that failed has seen nothing of the fault.
+  if (!summary.has_divergence && options.fault != nullptr) {
     return complain(kExitBroken,
                     fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
   }

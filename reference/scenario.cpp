@@ -49,7 +49,7 @@ struct Real {  // least <= value, or least < value if `least_excluded`; value < 
 struct Choice {
   std::initializer_list<std::string_view> names;
 };
-struct Power {};       // the p of a norm: above 0, or infinity, which JSON writes as "inf"
+struct Power {};       // the p of a norm: 0.1 to 64, or infinity, which JSON writes as "inf"
 struct Words {};       // names of quirk_names(), each at most once
 struct Identifier {};  // a name that others may add to: a backend, a device
 struct Sizes {
@@ -196,8 +196,9 @@ void check(std::string_view path, const std::string& value, const Dtype& limits)
 }
 
 void check(std::string_view path, double value, const Power&) {
-  if (!(value > 0)) {
-    refuse(path, fmt::format("{}", value), "a number above 0, or \"inf\"");
+  // Powers of gradients beyond these leave the range of float64 for ordinary gradients.
+  if (!(value >= 0.1 && value <= 64) && value != std::numeric_limits<double>::infinity()) {
+    refuse(path, fmt::format("{}", value), "a number from 0.1 to 64, or \"inf\"");
   }
 }
 
@@ -368,10 +369,12 @@ void check_precision(const Scenario& scenario) {
 void check_reduction(const Scenario& scenario) {
   const auto scale = static_cast<float>(scenario.loss_scale);
   const auto inverse = static_cast<float>(1 / scenario.loss_scale);
-  if (scenario.loss_scale > 0 &&
-      (!std::isfinite(scale) || !std::isfinite(inverse) || scale == 0 || inverse == 0)) {
-    refuse("loss_scale", fmt::format("{}", scenario.loss_scale),
-           "0, or a number that float32 holds, and whose reciprocal it holds");
+  // The loss and the gradients are scaled by float32 numbers, whatever their own dtype.
+  if (scenario.loss_scale > 0 && (static_cast<double>(scale) != scenario.loss_scale ||
+                                  !std::isnormal(scale) || !std::isnormal(inverse))) {
+    refuse(
+        "loss_scale", fmt::format("{}", scenario.loss_scale),
+        "0, or a number that float32 holds exactly, and whose reciprocal it holds as a normal one");
   }
   if (scenario.accumulation != "each" && scenario.micro_batches == 1) {
     refuse("accumulation", fmt::format("\"{}\"", scenario.accumulation),
@@ -447,7 +450,7 @@ void read(std::string_view path, const json& value, double& into, const Power&) 
     return;
   }
   if (!value.is_number()) {
-    refuse(path, shown(value), "a number above 0, or \"inf\"");
+    refuse(path, shown(value), "a number from 0.1 to 64, or \"inf\"");
   }
   into = value.get<double>();
 }

@@ -340,7 +340,8 @@ def _validate(scenario: Scenario) -> None:
         value = getattr(scenario, name)
         _require(value >= 1, name, value, "at least 1")
     _require(scenario.max_norm >= 0, "max_norm", scenario.max_norm, "at least 0 (0: no clipping)")
-    _require(scenario.norm_type > 0, "norm_type", scenario.norm_type, 'a number above 0, or "inf"')
+    in_range = 0.1 <= scenario.norm_type <= 64 or scenario.norm_type == math.inf
+    _require(in_range, "norm_type", scenario.norm_type, 'a number from 0.1 to 64, or "inf"')
     _require_one_of(("layer", "model"), "wrap", scenario.wrap)
     _require_one_of(("plain", "meta", "sync"), "construction", scenario.construction)
     _validate_precision(scenario)
@@ -399,8 +400,11 @@ def _validate_precision(scenario: Scenario) -> None:
     _require(scale >= 0, "loss_scale", scale, "at least 0 (0: no scaling)")
     if scale > 0:
         inverse = torch.tensor(1 / scale, dtype=torch.float32).item()
-        wanted = "a number whose reciprocal is, in float32, neither 0 nor infinite"
-        _require(0 < inverse < math.inf, "loss_scale", scale, wanted)
+        rounded = torch.tensor(scale, dtype=torch.float64).to(torch.float32).item()
+        wanted = (
+            "a number that float32 holds exactly, and whose reciprocal it holds as a normal one"
+        )
+        _require(rounded == scale and 2.0**-126 <= inverse < math.inf, "loss_scale", scale, wanted)
 
 
 def _validate_strategy(scenario: Scenario) -> None:

@@ -146,7 +146,13 @@ def read_state(path: Path) -> State:
     steps_done = metadata.get("steps_done", "")
     if not (steps_done.isascii() and steps_done.isdigit()):
         raise InputError(f"{path}: steps_done is {steps_done!r}; wanted: a number of steps")
-    state = State(int(steps_done), {}, {})
+    # Those that the optimizer took, which are fewer where scaled gradients overflowed.
+    taken = metadata.get("optimizer_steps", steps_done)
+    if not (taken.isascii() and taken.isdigit() and int(taken) <= int(steps_done)):
+        raise InputError(
+            f"{path}: optimizer_steps is {taken!r}; wanted: a number of steps, at most {steps_done}"
+        )
+    state = State(int(taken), {}, {})
     for key, value in tensors.items():
         section, _, name = key.partition("/")
         if section == "parameter":

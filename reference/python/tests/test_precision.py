@@ -200,7 +200,7 @@ def test_buffers_are_rounded_to_their_dtype(dtype, precision, through):
 # ---- Loss scaling -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [3, 1024, 0.7])
+@pytest.mark.parametrize("scale", [3, 1024, 0.6875])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_scaled_gradients_are_multiplied_by_a_float32_number(scale, dtype):
     scenario = small_scenario(

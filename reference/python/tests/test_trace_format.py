@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
+from errors import InputError
 from scenario import QUIRKS, scenario_from_json
+from traces import STATE_FORMAT, read_state
 
 PAGE = Path(__file__).resolve().parents[3] / "conformance" / "trace-format.md"
 QUANTITIES = [
@@ -132,3 +135,16 @@ def test_the_page_lists_every_quantity():
     page = PAGE.read_text(encoding="utf-8")
     for quantity in QUANTITIES:
         assert f"`{quantity}`" in page
+
+
+@pytest.mark.parametrize("taken", ["4", "-1", "two", "1.0"])
+def test_a_state_counts_the_steps_that_the_optimizer_took(tmp_path, taken):
+    file = tmp_path / "state.safetensors"
+    metadata = {"format": STATE_FORMAT, "steps_done": "3"}
+    save_file({"parameter/w": torch.ones(1)}, file, metadata)
+    assert read_state(file).steps_done == 3
+    save_file({"parameter/w": torch.ones(1)}, file, metadata | {"optimizer_steps": "1"})
+    assert read_state(file).steps_done == 1
+    save_file({"parameter/w": torch.ones(1)}, file, metadata | {"optimizer_steps": taken})
+    with pytest.raises(InputError, match="optimizer_steps is"):
+        read_state(file)
