@@ -22,7 +22,7 @@ struct SessionOptions {
   std::filesystem::path weights;
   const Fault* fault = nullptr;
   bool python = true;                       // hold to the Python reference too
-  std::filesystem::path python_executable;  // empty: SHARDPROOF_PYTHON, else python3
+  std::filesystem::path python_executable;  // empty: as PythonReference::Options says
   /// References start each step from the subject's own state, so that a difference does not grow
   /// into later steps. Without it each runs freely from the initial weights.
   bool lockstep = true;

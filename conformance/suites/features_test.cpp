@@ -85,6 +85,16 @@ void shard_layers(Network& network, const FullyShardOptions& options) {
   fully_shard(network, options);
 }
 
+/// A filled network, each of its layers and the rest a unit.
+Network sharded_network(const RankContext& context, ShardingStrategy strategy) {
+  Network network;
+  fill(*network);
+  FullyShardOptions options{context.process_group};
+  options.strategy = strategy;
+  shard_layers(network, options);
+  return network;
+}
+
 using Gradients = std::map<std::string, Tensor>;
 
 /// One rank's whole gradients by name, of the sum of its micro-batches' losses.
@@ -319,11 +329,7 @@ TEST(Strategies, NoShardAndShardGradOpEqualFullShard) {
   for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op,
                               ShardingStrategy::no_shard}) {
     on_ranks(4, [&](RankContext& context) {
-      Network network;
-      fill(*network);
-      FullyShardOptions options{context.process_group};
-      options.strategy = strategy;
-      shard_layers(network, options);
+      auto network = sharded_network(context, strategy);
       loss_of(network, context.rank).backward();
       expect_gradients(*network, want, std::string(to_string(strategy)));
     });
@@ -546,22 +552,115 @@ TEST(Schedule, ExplicitUnshardAndReshardChangeNothing) {
   }
 }
 
-TEST(Schedule, AGatherFromBeforeTheOptimizersStepIsNotUsedAfterIt) {
-  on_ranks(2, [](RankContext& context) {
-    Layer layer(4, 4);
-    fill(*layer);
-    fully_shard(layer, {context.process_group});
-    torch::optim::SGD optimizer(layer->parameters(), 0.5);
-    layer(batch(0, 0, 4)).sum().backward();
-    const auto handle = unshard(*layer, /*async=*/true);
-    optimizer.step();  // overtakes the gather
-    Tensor used;
+/// Ways in which parameters may stay gathered until after an optimizer's step.
+struct WayToKeep {
+  std::string name;
+  std::function<void(FullyShardOptions&)> choose;
+  std::function<void(Network&)> before_backward;
+  std::function<void(Network&)> after_backward;
+};
+
+void PrintTo(const WayToKeep& way, std::ostream* out) {
+  *out << way.name;
+}
+
+using WayAndOptimizer = std::tuple<WayToKeep, std::string>;
+
+class KeptGathered : public testing::TestWithParam<WayAndOptimizer> {};
+
+TEST_P(KeptGathered, IsNotUsedAfterTheOptimizersStep) {
+  const auto& [way, optimizer_name] = GetParam();
+  on_ranks(4, [&, optimizer_name = optimizer_name](RankContext& context) {
+    Network network;
+    fill(*network);
+    FullyShardOptions options{context.process_group};
+    way.choose(options);
+    shard_layers(network, options);
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (optimizer_name == "sgd") {  // writes through data(), so that no version tells of it
+      optimizer = std::make_unique<torch::optim::SGD>(network->parameters(), 0.5);
+    } else {
+      optimizer = std::make_unique<torch::optim::AdamW>(network->parameters(), 0.5);
+    }
+    loss_of(network, context.rank).backward();
+    optimizer->step();
+    if (way.before_backward) {
+      way.before_backward(network);
+    }
+    loss_of(network, context.rank).backward();
+    Tensor dangling;  // its graph stays alive
+    if (way.after_backward) {
+      way.after_backward(network);
+    } else {
+      dangling = loss_of(network, context.rank);
+    }
+    optimizer->step();
+    optimizer->zero_grad();
+    Tensor seen;
     {
       const torch::NoGradGuard no_grad;
-      used = layer(batch(0, 0, 4));
+      seen = network(batch(0));
     }
-    const WholeParameters whole(*layer);
-    EXPECT_TRUE(torch::equal(used, torch::tanh(layer->linear(batch(0, 0, 4)))));
+    Network plain;
+    const WholeParameters whole(*network);
+    const torch::NoGradGuard no_grad;
+    for (const auto& parameter : plain->named_parameters()) {
+      parameter.value().copy_(network->named_parameters()[parameter.key()]);
+    }
+    plain->to(seen.scalar_type());
+    EXPECT_TRUE(torch::equal(seen, plain(batch(0).to(seen.scalar_type()))));
+  });
+}
+
+const auto kWaysToKeep = testing::Values(
+    WayToKeep{"unshard",
+              [](FullyShardOptions&) {},
+              {},
+              [](Network& network) {
+                unshard(*network->first, /*async=*/true);
+                unshard(*network, /*async=*/true);
+              }},
+    WayToKeep{"reshard_after_backward_false", [](FullyShardOptions&) {},
+              [](Network& network) { set_reshard_after_backward(*network, false); },
+              [](Network&) {}},
+    WayToKeep{
+        "forward_of_shard_grad_op",
+        [](FullyShardOptions& options) { options.strategy = ShardingStrategy::shard_grad_op; },
+        {},
+        {}},
+    WayToKeep{"forward_that_keeps_parts",
+              [](FullyShardOptions& options) { options.reshard_after_forward = 2; },
+              {},
+              {}},
+    WayToKeep{"cast_copy_of_no_shard",
+              [](FullyShardOptions& options) {
+                options.strategy = ShardingStrategy::no_shard;
+                options.mixed_precision.param_dtype = at::kBFloat16;
+              },
+              [](Network& network) { set_reshard_after_backward(*network, false); },
+              [](Network&) {}});
+
+INSTANTIATE_TEST_SUITE_P(EachWay, KeptGathered,
+                         testing::Combine(kWaysToKeep, testing::Values("sgd", "adamw")),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).name + "_" + std::get<1>(info.param);
+                         });
+
+TEST(Schedule, WhatWasGatheredBeforeShardsWereEditedIsNotUsedAfterIt) {
+  on_ranks(2, [](RankContext& context) {
+    auto network = sharded_network(context, ShardingStrategy::shard_grad_op);
+    const auto dangling = network(batch(0));
+    const torch::NoGradGuard no_grad;
+    for (const auto& parameter : network->parameters()) {
+      parameter.mul_(2);
+    }
+    const auto seen = network(batch(0));
+    Network plain;
+    fill(*plain);
+    for (const auto& parameter : plain->parameters()) {
+      parameter.mul_(2);
+    }
+    EXPECT_TRUE(torch::equal(seen, plain(batch(0))));
   });
 }
 
@@ -569,11 +668,7 @@ TEST(Schedule, AForwardBeforeTheOptimizerIsMadeDoesNotFreezeTheParameters) {
   // pytorch/pytorch#149205.
   for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op}) {
     on_ranks(2, [&](RankContext& context) {
-      Network network;
-      fill(*network);
-      FullyShardOptions options{context.process_group};
-      options.strategy = strategy;
-      shard_layers(network, options);
+      auto network = sharded_network(context, strategy);
       const auto dangling = loss_of(network, context.rank);  // its graph stays alive
       torch::optim::SGD optimizer(network->parameters(), 0.5);
       loss_of(network, context.rank).backward();
@@ -618,6 +713,23 @@ TEST(Schedule, LastBackwardFalseLeavesTheReductionOnItsWay) {
       twice[name] = gradient + gradient;
     }
     expect_gradients(*network, twice, "two backwards");
+  });
+}
+
+TEST(Schedule, LastBackwardFalseHoldsFromTheFirstBackwardOn) {
+  on_ranks(2, [](RankContext& context) {
+    auto network = sharded_network(context, ShardingStrategy::full_shard);
+    set_is_last_backward(*network, false);
+    loss_of(network, context.rank).backward();
+    const auto on_their_way = [&] {
+      const auto parameters = network->parameters();
+      return std::count_if(parameters.begin(), parameters.end(),
+                           [](const auto& parameter) { return !parameter.grad().defined(); });
+    };
+    EXPECT_GT(on_their_way(), 0);
+    set_is_last_backward(*network, true);
+    loss_of(network, context.rank).backward();
+    EXPECT_EQ(on_their_way(), 0);
   });
 }
 
@@ -922,11 +1034,7 @@ TEST(Parameters, EditsOfWholeParametersAreKept) {
   for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op,
                               ShardingStrategy::no_shard}) {
     on_ranks(3, [&](RankContext& context) {
-      Network network;
-      fill(*network);
-      FullyShardOptions options{context.process_group};
-      options.strategy = strategy;
-      shard_layers(network, options);
+      auto network = sharded_network(context, strategy);
       {
         const WholeParameters whole(*network);
         const torch::NoGradGuard no_grad;
@@ -1075,6 +1183,9 @@ TEST(Making, OneUnitOfSeveralModulesGathersOnceForAll) {
       });
       EXPECT_EQ(gathers, 3);  // root once, the pair in forward and in backward
     }
+    EXPECT_THAT(describe_units(*network)[1].parameters,
+                ElementsAre("first.linear.weight", "first.linear.bias", "second.linear.weight",
+                            "second.linear.bias"));
   });
 }
 
@@ -1167,6 +1278,65 @@ TEST(Making, MetaParametersAreFilledInUnitByUnitAndKeepTheirIdentity) {
               HasSubstr("on the meta device"));
 }
 
+TEST(Parameters, WhichWereUsedIsNotForgottenWhenALaterMicroBatchFails) {
+  on_ranks(2, [](RankContext& context) {
+    Choosing module;
+    fully_shard(module, {context.process_group});
+    {
+      const NoSync no_sync(*module);
+      module(torch::ones({3}), /*use_left=*/true).backward();
+    }
+    const auto hook = module->left.register_hook(
+        [](const Tensor&) -> Tensor { throw std::runtime_error("planted"); });
+    EXPECT_ANY_THROW(module(torch::ones({3}), true).backward());
+    module->left.remove_hook(hook);
+    // The first micro-batch's gradient of `left` is still to be reduced, and it is not unused.
+    module(torch::ones({3}), /*use_left=*/false).backward();
+    for (const auto& placement : shard_placements(*module)) {
+      EXPECT_EQ(placement.parameter.grad().defined(), placement.name != "never") << placement.name;
+    }
+  });
+}
+
+TEST(Parameters, UnusedOnesAreSettledAnewAfterABackwardThatFailed) {
+  on_ranks(2, [](RankContext& context) {
+    Choosing first;
+    Choosing second;
+    torch::nn::Sequential parts;
+    FullyShardOptions options{context.process_group};
+    options.find_unused_parameters = true;
+    fully_shard(first, options);
+    fully_shard(second, options);
+    struct BothImpl : Module<BothImpl> {
+      BothImpl(Choosing a_part, Choosing b_part)
+          : a(register_module("a", std::move(a_part))),
+            b(register_module("b", std::move(b_part))) {}
+      Tensor forward(const Tensor& x, bool fail) {
+        auto y = x * a(x, true);
+        if (fail) {
+          y.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("planted"); });
+        }
+        return b(y, true);
+      }
+      Choosing a;
+      Choosing b;
+    };
+    const auto both = std::make_shared<BothImpl>(first, second);
+    fully_shard(both, options);
+    EXPECT_ANY_THROW(call(*both, torch::ones({3}), true).backward());
+    both->zero_grad();
+    call(*both, torch::ones({3}), false).backward();
+    for (const auto& placement : shard_placements(*both)) {
+      const bool is_used = placement.name.ends_with("left");
+      ASSERT_EQ(placement.parameter.grad().defined(), is_used) << placement.name;
+      if (is_used) {
+        EXPECT_TRUE(torch::equal(placement.parameter.grad(), torch::full({placement.numel}, 3.0f)))
+            << placement.name;
+      }
+    }
+  });
+}
+
 // ---- Several forwards and backwards
 // ---------------------------------------------------------------------
 
@@ -1184,11 +1354,7 @@ TEST(Uses, TwoForwardsAndTwoBackwardsInEitherOrder) {
   for (const bool reversed : {false, true}) {
     for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op}) {
       on_ranks(2, [&](RankContext& context) {
-        Network network;
-        fill(*network);
-        FullyShardOptions options{context.process_group};
-        options.strategy = strategy;
-        shard_layers(network, options);
+        auto network = sharded_network(context, strategy);
         auto one = loss_of(network, context.rank);
         auto two = loss_of(network, context.rank);
         (reversed ? two : one).backward();

@@ -118,6 +118,14 @@ std::vector<std::string> expected_step(const Plan& plan) {
                                   numel(unit), name(unit)));
     }
   };
+  // Gathered units that nobody has waited for yet.
+  std::set<int> ahead;
+  const auto wait_for = [&](int unit) {
+    if (plan.shards > 1 && ahead.erase(unit) > 0) {
+      calls.push_back(fmt::format("gathered shard Float {} for the parameters of unit '{}'",
+                                  numel(unit), name(unit)));
+    }
+  };
   const auto finish = [&](int unit) {
     if (plan.replicas > 1) {
       calls.push_back(
@@ -141,14 +149,14 @@ std::vector<std::string> expected_step(const Plan& plan) {
   const auto gather_once = [&](int unit) {
     if (gathered.insert(unit).second) {
       gather(unit);
+      ahead.insert(unit);
     }
   };
   for (std::size_t at = 0; at < order.size(); ++at) {
     gather_once(order[at]);
-    for (int ahead = 1; ahead <= plan.forward_prefetch; ++ahead) {
-      if (at + ahead < order.size()) {
-        gather_once(order[at + ahead]);
-      }
+    wait_for(order[at]);
+    for (auto next = at + 1; next < order.size() && next <= at + plan.forward_prefetch; ++next) {
+      gather_once(order[next]);
     }
   }
   // Backward: blocks from the last to the first, then the root's gradients.
@@ -163,6 +171,7 @@ std::vector<std::string> expected_step(const Plan& plan) {
     }
   }
   gather_once(kLayers);
+  wait_for(kLayers);
   if (plan.backward_prefetch == BackwardPrefetch::pre) {
     gather_once(kLayers - 1);
   }
@@ -176,6 +185,7 @@ std::vector<std::string> expected_step(const Plan& plan) {
   };
   for (int unit = kLayers - 1; unit >= 0; --unit) {
     gather_once(unit);
+    wait_for(unit);
     if (plan.backward_prefetch == BackwardPrefetch::pre && unit > 0) {
       gather_once(unit - 1);
     }
@@ -193,6 +203,22 @@ std::vector<std::string> expected_step(const Plan& plan) {
   finish(reducing);
   return calls;
 }
+
+/// Adds to a log of collectives when parameters are there for use: what is gathered ahead shows in
+/// that order only.
+class UseRecorder : public Observer {
+ public:
+  explicit UseRecorder(std::shared_ptr<CollectiveLog> log) : log_(std::move(log)) {}
+  void observe(const Observation& seen) override {
+    if (seen.point == Point::unsharded_parameters && seen.shards > 1) {
+      log_->push_back({"shard", "gathered", fmt::format("the parameters of unit '{}'", seen.unit),
+                       seen.tensor.scalar_type(), seen.tensor.numel(), ""});
+    }
+  }
+
+ private:
+  std::shared_ptr<CollectiveLog> log_;
+};
 
 FullyShardOptions options_of(const Plan& plan, const RankContext& context,
                              const std::shared_ptr<CollectiveLog>& log) {
@@ -274,6 +300,8 @@ TEST_P(EachPlan, AStepCallsWhatTheStrategySaysInThatOrderAndTheBitsAreThose) {
   for (const bool is_plain : {true, false}) {
     run_ranks(world_size, [&](RankContext& context) {
       auto log = std::make_shared<CollectiveLog>();
+      UseRecorder uses(log);
+      const ObserverScope scope(&uses);
       auto stack = make_stack();
       shard(stack, options_of(is_plain ? plain : plan, context, log));
       torch::optim::SGD optimizer(stack->parameters(), 0.1);
@@ -318,6 +346,8 @@ TEST(Collectives, WithoutSyncThereAreGathersOnly) {
 TEST(Collectives, ALimitHoldsBackGathersAhead) {
   run_ranks(2, [](RankContext& context) {
     auto log = std::make_shared<CollectiveLog>();
+    UseRecorder uses(log);
+    const ObserverScope scope(&uses);
     auto stack = make_stack();
     FullyShardOptions options{record_collectives(context.process_group, "shard", log)};
     options.forward_prefetch = 3;
@@ -478,6 +508,15 @@ class AllocatorGuard {
   PoisoningAllocator* poisoning_;
 };
 
+/// Where a unit's flat parameter is padding.
+Tensor padding_of(const Observation& seen) {
+  auto mask = torch::ones({seen.tensor.numel()}, torch::kBool);
+  for (const auto& slot : *seen.slots) {
+    mask.narrow(0, slot.offset, slot.numel).fill_(false);
+  }
+  return mask;
+}
+
 /// Writes NaN over all padding as soon as there is some.
 class PaddingPoisoner : public Observer {
  public:
@@ -487,10 +526,7 @@ class PaddingPoisoner : public Observer {
     if (!has_padding) {
       return;
     }
-    auto mask = torch::ones({seen.tensor.numel()}, torch::kBool);
-    for (const auto& slot : *seen.slots) {
-      mask.narrow(0, slot.offset, slot.numel).fill_(false);
-    }
+    const auto mask = padding_of(seen);
     seen.tensor.masked_fill_(mask, std::nan(""));
     poisoned += mask.sum().item<std::int64_t>();
   }
@@ -541,6 +577,33 @@ TEST(Poison, InPaddingAndInFreedAndFreshMemoryChangesNothing) {
       }
     }
   }
+}
+
+/// Keeps the padding of gradients.
+class PaddingCollector : public Observer {
+ public:
+  void observe(const Observation& seen) override {
+    if (seen.point == Point::unreduced_gradient) {
+      padding.push_back(seen.tensor.masked_select(padding_of(seen)));
+    }
+  }
+  std::vector<Tensor> padding;
+};
+
+TEST(Poison, FreshMemoryDoesNotReachTheHookThatReducesGradients) {
+  const AllocatorGuard guard;
+  run_ranks(4, [&](RankContext& context) {
+    PaddingCollector collector;
+    const ObserverScope scope(&collector);
+    auto stack = make_stack();
+    shard(stack, {context.process_group});
+    stack(input_of(context.rank, 0)).square().mean().backward();
+    ASSERT_EQ(collector.padding.size(), kLayers + 1U);
+    for (const auto& padding : collector.padding) {
+      EXPECT_GT(padding.numel(), 7);  // between weight and bias, and at the end
+      EXPECT_EQ(padding.count_nonzero().item<std::int64_t>(), 0);
+    }
+  });
 }
 
 }  // namespace

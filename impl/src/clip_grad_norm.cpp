@@ -23,7 +23,7 @@ struct Gradients {
   std::vector<Group> groups;
   int rank = 0;
   int ranks = 1;
-  at::ScalarType dtype = at::kHalf;  // the widest
+  at::ScalarType dtype = at::kFloat;  // the widest
 };
 
 Gradients::Group& group_of(Gradients& gradients, Unit& unit) {
@@ -165,7 +165,7 @@ torch::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, double
   observe(Point::clip_coefficient, gradients, coefficient);
   for (const auto& group : gradients.groups) {
     for (const auto& shard : group.shards) {
-      shard.mul_(coefficient.to(shard.device()));
+      shard.mul_(coefficient);  // a scalar on the CPU goes with a tensor on any device
     }
   }
   return norm;

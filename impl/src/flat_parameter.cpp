@@ -127,6 +127,11 @@ std::int64_t FlatParameter::version() const {
   return changes;
 }
 
+bool FlatParameter::has_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+}
+
 FlatParameter::Held FlatParameter::held_by(std::size_t index, int shard) const {
   const auto& slot = slots_[index];
   const auto chunk_start = shard * chunk_numel_;
@@ -160,12 +165,11 @@ void FlatParameter::free_gathered() {
 void FlatParameter::use_gathered() {
   using torch::autograd::impl::set_grad_accumulator;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].scalar_type() == gathered_.scalar_type()) {
-      parameters_[i].set_data(gathered_views_[i]);
-      continue;
-    }
+    const bool changes_dtype = parameters_[i].scalar_type() != gathered_.scalar_type();
     parameters_[i].set_data(gathered_views_[i]);
-    set_grad_accumulator(parameters_[i], accumulators_[i]);
+    if (changes_dtype) {
+      set_grad_accumulator(parameters_[i], accumulators_[i]);
+    }
   }
 }
 

@@ -53,6 +53,8 @@ class FlatParameter {
   /// Counts the in-place changes of the parameters, so that a gathered copy can be told from one
   /// that an optimizer has overtaken.
   std::int64_t version() const;
+  /// Whether some parameter has a gradient now.
+  bool has_gradients() const;
 
   /// The part of parameter `index` that a shard holds: first element within the flattened
   /// parameter, and their number.

@@ -128,8 +128,8 @@ void set_resharding(const FullyShardOptions& options, const Groups& groups, Unit
   unit.forward_group = split_group(groups.shard, members);
 }
 
-UnitOptions unit_options(const FullyShardOptions& options, at::ScalarType dtype) {
-  const auto groups = groups_of(options);
+UnitOptions unit_options(const FullyShardOptions& options, const Groups& groups,
+                         at::ScalarType dtype) {
   UnitOptions unit;
   unit.strategy = options.strategy;
   unit.sharers = groups.sharers;
@@ -167,8 +167,7 @@ UnitOptions unit_options(const FullyShardOptions& options, at::ScalarType dtype)
   return unit;
 }
 
-// ---- Modules and parameters
-// -----------------------------------------------------------------------
+// ---- Modules and parameters ------------------------------------------------------------------
 
 void check_modules(const std::vector<ModulePtr>& modules, int rank) {
   if (modules.empty()) {
@@ -228,8 +227,26 @@ void release_shared_parameters(torch::nn::Module& module) {
   }
 }
 
-/// The parameters below the modules that no unit has yet and that are not ignored, each once. (A
-/// unit elsewhere may have one: then a module around both will move it up.)
+/// Adds the parameters at and below `module` that no unit has yet and that are not in `seen`, each
+/// once. (A unit elsewhere may have one: then a module around both will move it up.)
+void add_free_parameters(const torch::nn::Module& module, std::unordered_set<const void*>& seen,
+                         std::vector<NamedParameter>& found) {
+  for (const auto& entry : module.named_parameters()) {
+    if (!entry.value().defined() ||
+        (owner_of(entry.value()) == nullptr && seen.insert(identity(entry.value())).second)) {
+      found.push_back({plain_name(entry.key()), entry.value()});
+    }
+  }
+}
+
+std::vector<NamedParameter> free_parameters(const torch::nn::Module& module) {
+  std::unordered_set<const void*> seen;
+  std::vector<NamedParameter> found;
+  add_free_parameters(module, seen, found);
+  return found;
+}
+
+/// Of all the modules together, without the ignored ones.
 std::vector<NamedParameter> free_parameters(const std::vector<ModulePtr>& modules,
                                             const std::vector<at::Tensor>& ignored) {
   std::unordered_set<const void*> seen;
@@ -238,12 +255,7 @@ std::vector<NamedParameter> free_parameters(const std::vector<ModulePtr>& module
   }
   std::vector<NamedParameter> found;
   for (const auto& module : modules) {
-    for (const auto& entry : module->named_parameters()) {
-      if (!entry.value().defined() ||
-          (owner_of(entry.value()) == nullptr && seen.insert(identity(entry.value())).second)) {
-        found.push_back({plain_name(entry.key()), entry.value()});
-      }
-    }
+    add_free_parameters(*module, seen, found);
   }
   return found;
 }
@@ -303,17 +315,17 @@ std::string_view to_string(ShardingStrategy strategy) {
 }
 
 void fully_shard(const std::vector<ModulePtr>& modules, FullyShardOptions options) {
-  const auto rank = groups_of(options).rank;
-  check_modules(modules, rank);
+  const auto groups = groups_of(options);
+  check_modules(modules, groups.rank);
   for (const auto& module : modules) {
     release_shared_parameters(*module);
-    materialize(*module, options, rank);
+    materialize(*module, options, groups.rank);
   }
   const auto parameters = free_parameters(modules, options.ignored_parameters);
   const auto dtype = parameters.empty() || !parameters.front().parameter.defined()
                          ? at::kFloat
                          : parameters.front().parameter.scalar_type();
-  auto unit_settings = unit_options(options, dtype);
+  auto unit_settings = unit_options(options, groups, dtype);
   const auto buffers = own_buffers(modules);
   if (options.sync_module_states) {
     for (const auto& entry : parameters) {
@@ -336,7 +348,7 @@ void fully_shard(const std::vector<ModulePtr>& modules, FullyShardOptions option
         std::move(unit_settings),
         std::vector<std::weak_ptr<torch::nn::Module>>(modules.begin(), modules.end()), parameters);
   } catch (const ShardingError& error) {
-    throw ShardingError(fmt::format("rank {}: {}", rank, error.what()));
+    throw ShardingError(fmt::format("rank {}: {}", groups.rank, error.what()));
   }
   for (const auto& module : modules) {
     dynamic_cast<HookableModule&>(*module).add_forward_hook(unit);
@@ -375,15 +387,9 @@ WrapPredicate at_least(std::int64_t min_numel) {
     if (dynamic_cast<HookableModule*>(&module) == nullptr) {
       return false;
     }
-    std::unordered_set<const void*> taken;
-    for (const auto& unit : units_below(module)) {
-      for (const auto& parameter : unit->flat().parameters()) {
-        taken.insert(identity(parameter));
-      }
-    }
     std::int64_t numel = 0;
-    for (const auto& parameter : module.parameters()) {
-      numel += taken.contains(identity(parameter)) ? 0 : parameter.numel();
+    for (const auto& entry : free_parameters(module)) {
+      numel += entry.parameter.numel();
     }
     return numel >= min_numel;
   };
@@ -420,17 +426,9 @@ std::vector<ShardPlacement> shard_placements(torch::nn::Module& module) {
 }
 
 std::vector<std::string> unmanaged_parameters(torch::nn::Module& module) {
-  std::unordered_set<const void*> managed;
-  for (const auto& unit : units_below(module)) {
-    for (const auto& parameter : unit->flat().parameters()) {
-      managed.insert(identity(parameter));
-    }
-  }
   std::vector<std::string> names;
-  for (const auto& entry : module.named_parameters()) {
-    if (!managed.contains(identity(entry.value()))) {
-      names.push_back(plain_name(entry.key()));
-    }
+  for (const auto& entry : free_parameters(module)) {
+    names.push_back(entry.name);
   }
   return names;
 }
@@ -460,8 +458,7 @@ std::vector<UnitDescription> describe_units(torch::nn::Module& module) {
   return descriptions;
 }
 
-// ---- Finer control
-// --------------------------------------------------------------------------------
+// ---- Finer control ---------------------------------------------------------------------------
 
 namespace {
 
@@ -516,7 +513,7 @@ void set_requires_all_reduce(torch::nn::Module& module, bool required) {
 
 void set_is_last_backward(torch::nn::Module& module, bool is_last) {
   for_units_below(module, "set_is_last_backward",
-                  [=](Unit& unit) { unit.set_is_last_backward(is_last); });
+                  [=](Unit& unit) { unit.is_last_backward = is_last; });
 }
 
 void set_reshard_after_forward(torch::nn::Module& module, bool reshard) {

@@ -122,20 +122,22 @@ void Unit::become_root_if_first(torch::nn::Module& module) {
     return;
   }
   is_root_ = true;
-  root_ = std::make_shared<RootState>();
+  const auto root = std::make_shared<RootState>();
   for (const auto& below : module.named_modules("", /*include_self=*/true)) {
     const auto unit = unit_of(*below.value());
-    if (unit == nullptr || (unit->root_ == root_ && unit.get() != this)) {
+    if (unit == nullptr) {
       continue;
     }
-    if (unit->root_ != nullptr && unit.get() != this) {
+    if (unit->root_ == nullptr) {
+      unit->adopt(root, plain_name(below.key()));
+    } else if (unit->root_ != root) {
       throw ShardingError(
           fmt::format("rank {}: unit '{}' ran on its own before the module that contains it; "
                       "wanted: the outermost "
                       "module runs first, so that it becomes the root",
                       options_.world_rank, plain_name(below.key())));
     }
-    adopt(*unit, below.key(), *below.value());
+    unit->name_parameters(below.key(), *below.value());
   }
   refuse_strays(module, "", {});
 }
@@ -161,18 +163,21 @@ void Unit::refuse_strays(torch::nn::Module& module, const std::string& path,
   }
 }
 
-void Unit::adopt(Unit& unit, const std::string& path, torch::nn::Module& module) {
-  unit.root_ = root_;
-  unit.name_ = plain_name(path);
-  unit.gather_label_ = fmt::format("the parameters of unit '{}'", unit.name_);
-  unit.reduce_label_ = fmt::format("the gradients of unit '{}'", unit.name_);
-  append_once(root_->units, unit.shared_from_this());
+void Unit::adopt(const std::shared_ptr<RootState>& root, std::string name) {
+  root_ = root;
+  name_ = std::move(name);
+  gather_label_ = fmt::format("the parameters of unit '{}'", name_);
+  reduce_label_ = fmt::format("the gradients of unit '{}'", name_);
+  root_->units.push_back(weak_from_this());
+}
+
+void Unit::name_parameters(const std::string& path, torch::nn::Module& module) {
+  const auto prefix = path.empty() ? "" : path + ".";
   const auto parameters = module.named_parameters();
-  for (std::size_t i = 0; i < unit.flat_->parameters().size(); ++i) {
+  for (std::size_t i = 0; i < flat_->parameters().size(); ++i) {
     for (const auto& parameter : parameters) {
-      if (parameter.value().is_same(unit.flat_->parameters()[i])) {
-        const auto prefix = path.empty() ? "" : path + ".";
-        unit.flat_->rename(i, plain_name(prefix + parameter.key()));
+      if (parameter.value().is_same(flat_->parameters()[i])) {
+        flat_->rename(i, plain_name(prefix + parameter.key()));
         break;
       }
     }
@@ -184,8 +189,19 @@ void Unit::begin_forward_of_root() {
     return;  // a checkpoint runs the forward again
   }
   reset_after_failure();
+  for (const auto& weak : root_->units) {
+    if (const auto unit = weak.lock()) {
+      unit->free_overtaken_parameters();
+    }
+  }
   if (!root_->new_order.empty()) {
     root_->order = std::exchange(root_->new_order, {});
+  }
+}
+
+void Unit::free_overtaken_parameters() {
+  if (may_be_overtaken_) {
+    reshard();
   }
 }
 
@@ -240,7 +256,7 @@ void Unit::abandon_reduction() noexcept {
     }
   }
   reduction_.reset();
-  used_.clear();
+  maybe_unused_.clear();
 }
 
 // ---- Forward ----------------------------------------------------------------------------------
@@ -385,13 +401,15 @@ void Unit::start_unshard() {
   }
   const at::NoGradGuard no_grad;
   gathered_version_.reset();
+  may_be_overtaken_ = flat_->has_gradients();
   if (flat_->gathered_is_chunk()) {
     gather_ = Gather{nullptr, {}, version};
     return;
   }
   flat_->allocate_gathered();
   auto gathered = flat_->gathered();
-  const bool from_parts = part_.defined() && part_version_ == version;
+  // Only for backward: until the next forward the parameters may be changed in any way.
+  const bool from_parts = is_in_backward_pass() && part_.defined() && part_version_ == version;
   auto input = from_parts ? part_ : flat_->gather_input();
   const auto& group = from_parts ? options_.forward_group : options_.shard_group;
   if (group == nullptr) {
@@ -599,7 +617,7 @@ void Unit::end_of_backward_of_root() {
       unit->finish_backward();
     }
   }
-  if (root_->is_last_backward) {
+  if (is_last_backward) {
     if (const auto unit = root_->reducing.lock()) {
       unit->finish_reduction();
     }
@@ -690,6 +708,7 @@ void Unit::deliver(at::Tensor shard) {
   observe(Point::sharded_gradient, shard);
   const auto used = std::move(reduction_->used);
   reduction_.reset();
+  may_be_overtaken_ = true;
   for (std::size_t i = 0; i < flat_->parameters().size(); ++i) {
     const auto& parameter = flat_->parameters()[i];
     auto piece = flat_->piece_of(shard, i);
@@ -713,7 +732,7 @@ void Unit::deliver(at::Tensor shard) {
 }
 
 void Unit::settle_unused_parameters() {
-  // All units of the root in one all-reduce for each pair of groups; they differ seldom.
+  // Unit by unit, since units may have groups of their own.
   for (const auto& weak : root_->units) {
     const auto unit = weak.lock();
     if (unit == nullptr || unit->maybe_unused_.empty()) {
@@ -751,12 +770,6 @@ void Unit::set_divide_factor(double factor) {
     options_.predivide = predivide_factor_for(factor);
   }
   options_.postdivide = factor / options_.predivide;
-}
-
-void Unit::set_is_last_backward(bool is_last) {
-  if (root_ != nullptr) {
-    root_->is_last_backward = is_last;
-  }
 }
 
 void Unit::observe(Point point, at::Tensor& tensor) const {

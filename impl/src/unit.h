@@ -28,7 +28,6 @@ struct RootState {
   std::weak_ptr<Unit> reducing;                // its gradients are on their way
   int gathers_ahead = 0;
   bool end_queued = false;
-  bool is_last_backward = true;
 };
 
 /// The options of a unit, with groups made and defaults filled in.
@@ -93,10 +92,10 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_backward = true;
+  bool is_last_backward = true;
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
   void set_divide_factor(double factor);
   void set_comm_hook(CommHook hook) { options_.comm_hook = std::move(hook); }
-  void set_is_last_backward(bool is_last);
 
  private:
   class UseToken;
@@ -105,11 +104,15 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
   /// Finds out at the first forward which units lie below this one, if it is the outermost, and
   /// gives all of them their names.
   void become_root_if_first(torch::nn::Module& module);
-  void adopt(Unit& unit, const std::string& path, torch::nn::Module& module);
+  void adopt(const std::shared_ptr<RootState>& root, std::string name);
+  /// Names those of the unit's parameters that `module`, which lies at `path`, has.
+  void name_parameters(const std::string& path, torch::nn::Module& module);
   void begin_forward_of_root();
   void end_forward_of_root();
   /// Cleans up after a pass that ended with an exception.
   void reset_after_failure();
+  /// Frees what was gathered before the optimizer may have stepped. Every rank decides alike.
+  void free_overtaken_parameters();
   void abandon_reduction() noexcept;
   void abandon_gather() noexcept;
   void refuse_strays(torch::nn::Module& module, const std::string& path,
@@ -155,6 +158,9 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
   std::optional<Gather> gather_;
   std::optional<std::int64_t> gathered_version_;
   bool is_ahead_ = false;  // gathered before its use
+  // Since the gather began there was a gradient, so an optimizer may have stepped. The version does
+  // not always tell: torch::optim::SGD goes through data(), which autograd does not notice.
+  bool may_be_overtaken_ = false;
   // Between forward and backward, with a forward_group: this rank's part of the parameters.
   at::Tensor part_;
   std::int64_t part_version_ = 0;

@@ -65,7 +65,7 @@ struct GradientReduction {
   std::string_view unit;
   BackendPtr shard_group;
   BackendPtr replicate_group;  // null if there is one replica
-  const at::Tensor& whole;     // [padded], reduce dtype, this rank's; may be overwritten
+  const at::Tensor& whole;     // [padded], reduce dtype, this rank's, padding 0; may be overwritten
   at::Tensor& shard;  // [padded / shards], reduce dtype: to be filled with the sum over ranks
 };
 /// Takes the place of reduce-scatter and all-reduce; the division stays FSDP's.
@@ -82,8 +82,8 @@ struct FullyShardOptions {
   ShardingStrategy strategy = ShardingStrategy::full_shard;
   /// Overrides what the strategy does with gathered parameters after forward: 0 keeps them, 1 frees
   /// them, a larger number g keeps them sharded over groups of g consecutive ranks of the shard
-  /// group, which g must divide. Unset: the strategy's way; the outermost unit, whose backward
-  /// comes first, keeps them in every case.
+  /// group, which g must divide. Unset: the strategy's way, but the outermost unit, whose backward
+  /// comes first, keeps them with every strategy.
   std::optional<int> reshard_after_forward{};
   MixedPrecision mixed_precision{};
 
@@ -107,7 +107,8 @@ struct FullyShardOptions {
   std::vector<at::Tensor> ignored_parameters{};
   /// A parameter that is used in a step by some ranks only is an error (ShardingError) unless this
   /// is true; then ranks tell each other at the end of every backward which parameters had a
-  /// gradient (one all-reduce of an int32 for each), and those that had none anywhere get none.
+  /// gradient (for each unit an all-reduce of an int32 per parameter, over the shards and over the
+  /// replicas), and those that had none anywhere get none.
   bool find_unused_parameters = false;
 
   /// Before sharding, parameters and buffers are overwritten by those of rank 0 (of shard 0 of
@@ -199,7 +200,9 @@ void to_meta(torch::nn::Module& module);
 
 /// Gathers the parameters of `module`'s own unit ahead of its forward. With `async`, returns at
 /// once, and wait() (or the forward) waits. Until they are resharded, parameters have their whole
-/// shape.
+/// shape. Best after zero_grad: what was gathered while a parameter had a gradient is gathered
+/// again by the next forward, since an optimizer may have stepped meanwhile (torch::optim::SGD
+/// writes through data(), which leaves no trace).
 class UnshardHandle {
  public:
   explicit UnshardHandle(std::function<void()> wait) : wait_(std::move(wait)) {}
@@ -213,7 +216,8 @@ UnshardHandle unshard(torch::nn::Module& module, bool async = false);
 void reshard(torch::nn::Module& module);
 
 /// With false, backward keeps this rank's whole gradients and does not reduce; the next backward
-/// with true reduces their sum. Costs the memory of whole gradients.
+/// with true reduces their sum. Costs the memory of whole gradients, which zero_grad does not
+/// touch: what was kept goes into the next reduction.
 void set_requires_gradient_sync(torch::nn::Module& module, bool required);
 /// Only with replicas: with false, backward sums over the shards and keeps that; the next backward
 /// with true sums over the replicas too.
@@ -222,7 +226,8 @@ void set_requires_all_reduce(torch::nn::Module& module, bool required);
 void set_is_last_backward(torch::nn::Module& module, bool is_last);
 /// As FullyShardOptions::reshard_after_forward; only 0 and 1.
 void set_reshard_after_forward(torch::nn::Module& module, bool reshard);
-/// With false, gathered parameters stay until the next backward with true, or reshard().
+/// With false, gathered parameters stay until the next backward with true, or reshard(), or the
+/// next forward after a backward that reduced gradients, since an optimizer may have stepped.
 void set_reshard_after_backward(torch::nn::Module& module, bool reshard);
 /// The sum over ranks is divided by `factor` instead of the number of ranks.
 void set_gradient_divide_factor(torch::nn::Module& module, double factor);
@@ -258,9 +263,9 @@ class WholeParameters {
 };
 
 /// Scales all gradients below a sharded module so that their norm over all ranks is at most
-/// `max_norm`, and returns the norm before scaling: a scalar of the gradients' dtype (the widest,
-/// if they differ), equal on every rank. Every rank must call it, between backward() and the
-/// optimizer's step. Each gradient element counts once, however many replicas hold it. For
+/// `max_norm`, and returns the norm before scaling: a scalar on the CPU of the gradients' dtype
+/// (the widest, if they differ), equal on every rank. Every rank must call it, between backward()
+/// and the optimizer's step. Each gradient element counts once, however many replicas hold it. For
 /// norm_type 2 the norm is the exact sum of squares of every element, rounded to float64 once, its
 /// root rounded to the dtype; for another p the exact sum of |g|^p, each power computed in float64
 /// by the C library's pow, and its p-th root; infinity: the maximum. So it does not depend on the
