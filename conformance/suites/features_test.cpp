@@ -1298,40 +1298,58 @@ TEST(Parameters, WhichWereUsedIsNotForgottenWhenALaterMicroBatchFails) {
   });
 }
 
-TEST(Parameters, UnusedOnesAreSettledAnewAfterABackwardThatFailed) {
+TEST(Parameters, UnusedOnesAreSettledWhenTheLastBackwardComesLater) {
   on_ranks(2, [](RankContext& context) {
-    Choosing first;
-    Choosing second;
-    torch::nn::Sequential parts;
+    Choosing module;
     FullyShardOptions options{context.process_group};
     options.find_unused_parameters = true;
-    fully_shard(first, options);
-    fully_shard(second, options);
-    struct BothImpl : Module<BothImpl> {
-      BothImpl(Choosing a_part, Choosing b_part)
-          : a(register_module("a", std::move(a_part))),
-            b(register_module("b", std::move(b_part))) {}
+    fully_shard(module, options);
+    for (const bool is_last : {true, false, false, true}) {
+      set_is_last_backward(*module, is_last);
+      module(torch::ones({3}), true).backward();
+    }
+    for (const auto& placement : shard_placements(*module)) {
+      ASSERT_EQ(placement.parameter.grad().defined(), placement.name == "left") << placement.name;
+    }
+    const auto parameters = module->named_parameters();
+    EXPECT_TRUE(
+        torch::equal(parameters["left"].grad(), torch::full_like(parameters["left"].grad(), 4)));
+  });
+}
+
+TEST(Parameters, UnusedOnesAreSettledAnewAfterABackwardThatFailed) {
+  on_ranks(2, [](RankContext& context) {
+    struct ThreeImpl : Module<ThreeImpl> {
       Tensor forward(const Tensor& x, bool fail) {
         auto y = x * a(x, true);
         if (fail) {
           y.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("planted"); });
         }
-        return b(y, true);
+        const auto of_b = b(y, true);
+        // First in backward: when b's gradients leave, c's have come and wait for the end.
+        return of_b + c(y.detach().requires_grad_(), true);
       }
-      Choosing a;
-      Choosing b;
+      Choosing a = register_module("a", Choosing());
+      Choosing b = register_module("b", Choosing());
+      Choosing c = register_module("c", Choosing());
     };
-    const auto both = std::make_shared<BothImpl>(first, second);
-    fully_shard(both, options);
-    EXPECT_ANY_THROW(call(*both, torch::ones({3}), true).backward());
-    both->zero_grad();
-    call(*both, torch::ones({3}), false).backward();
-    for (const auto& placement : shard_placements(*both)) {
+    const auto three = std::make_shared<ThreeImpl>();
+    FullyShardOptions options{context.process_group};
+    options.find_unused_parameters = true;
+    for (auto& part : {three->a, three->b, three->c}) {
+      fully_shard(part, options);
+    }
+    fully_shard(three, options);
+    call(*three, torch::ones({3}), false).backward();
+    EXPECT_ANY_THROW(call(*three, torch::ones({3}), true).backward());
+    call(*three, torch::ones({3}), false).backward();
+    for (const auto& placement : shard_placements(*three)) {
       const bool is_used = placement.name.ends_with("left");
       ASSERT_EQ(placement.parameter.grad().defined(), is_used) << placement.name;
       if (is_used) {
-        EXPECT_TRUE(torch::equal(placement.parameter.grad(), torch::full({placement.numel}, 3.0f)))
-            << placement.name;
+        const auto& gradient = placement.parameter.grad();
+        EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, 6)))
+            << placement.name << gradient;
       }
     }
   });

@@ -26,8 +26,14 @@ constexpr std::int64_t kWidth = 21;  // so that there is padding between paramet
 
 struct BlockImpl : Module<BlockImpl> {
   BlockImpl() : linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {}
-  Tensor forward(const Tensor& x) { return torch::tanh(linear(x)); }
+  Tensor forward(const Tensor& x) {
+    if (log != nullptr) {
+      log->push_back({"", "forward", "", x.scalar_type(), 0, ""});
+    }
+    return torch::tanh(linear(x));
+  }
   torch::nn::Linear linear;
+  std::shared_ptr<CollectiveLog> log;  // where a forward is written down, if anywhere
 };
 FSDP_MODULE(Block);
 
@@ -158,6 +164,9 @@ std::vector<std::string> expected_step(const Plan& plan) {
     for (auto next = at + 1; next < order.size() && next <= at + plan.forward_prefetch; ++next) {
       gather_once(order[next]);
     }
+    if (order[at] != kLayers) {
+      calls.push_back("forward");
+    }
   }
   // Backward: blocks from the last to the first, then the root's gradients.
   const bool keeps =
@@ -204,11 +213,15 @@ std::vector<std::string> expected_step(const Plan& plan) {
   return calls;
 }
 
-/// Adds to a log of collectives when parameters are there for use: what is gathered ahead shows in
-/// that order only.
+/// Adds to a log of collectives when parameters are there for use, and when a block runs: what is
+/// gathered ahead shows in that order only.
 class UseRecorder : public Observer {
  public:
-  explicit UseRecorder(std::shared_ptr<CollectiveLog> log) : log_(std::move(log)) {}
+  UseRecorder(Stack& stack, std::shared_ptr<CollectiveLog> log) : log_(std::move(log)) {
+    for (auto& block : stack->blocks) {
+      block->log = log_;
+    }
+  }
   void observe(const Observation& seen) override {
     if (seen.point == Point::unsharded_parameters && seen.shards > 1) {
       log_->push_back({"shard", "gathered", fmt::format("the parameters of unit '{}'", seen.unit),
@@ -249,7 +262,7 @@ FullyShardOptions options_of(const Plan& plan, const RankContext& context,
 std::vector<std::string> spelled(const CollectiveLog& log) {
   std::vector<std::string> calls;
   for (const auto& call : log) {
-    calls.push_back(describe(call));
+    calls.push_back(call.operation == "forward" ? call.operation : describe(call));
   }
   return calls;
 }
@@ -300,9 +313,9 @@ TEST_P(EachPlan, AStepCallsWhatTheStrategySaysInThatOrderAndTheBitsAreThose) {
   for (const bool is_plain : {true, false}) {
     run_ranks(world_size, [&](RankContext& context) {
       auto log = std::make_shared<CollectiveLog>();
-      UseRecorder uses(log);
-      const ObserverScope scope(&uses);
       auto stack = make_stack();
+      UseRecorder uses(stack, log);
+      const ObserverScope scope(&uses);
       shard(stack, options_of(is_plain ? plain : plan, context, log));
       torch::optim::SGD optimizer(stack->parameters(), 0.1);
       for (int step = 0; step < 3; ++step) {
@@ -346,9 +359,9 @@ TEST(Collectives, WithoutSyncThereAreGathersOnly) {
 TEST(Collectives, ALimitHoldsBackGathersAhead) {
   run_ranks(2, [](RankContext& context) {
     auto log = std::make_shared<CollectiveLog>();
-    UseRecorder uses(log);
-    const ObserverScope scope(&uses);
     auto stack = make_stack();
+    UseRecorder uses(stack, log);
+    const ObserverScope scope(&uses);
     FullyShardOptions options{record_collectives(context.process_group, "shard", log)};
     options.forward_prefetch = 3;
     options.limit_gathers = 1;

@@ -235,7 +235,8 @@ void Unit::reset_after_failure() {
     if (unit.get() != this) {
       unit->forward_uses_.clear();
     }
-    if (!unit->in_backward_ && !(unit->reduction_ && has_failed)) {
+    const bool is_on_its_way = unit->reduction_ || !unit->maybe_unused_.empty();
+    if (!unit->in_backward_ && !(is_on_its_way && has_failed)) {
       continue;
     }
     unit->in_backward_ = false;
@@ -541,6 +542,7 @@ void Unit::use_dropped(std::int64_t use) {
 void Unit::before_backward(std::int64_t use) {
   if (!root_->end_queued) {
     root_->end_queued = true;
+    finish_reductions();  // of an earlier backward, if some were left on their way
     std::weak_ptr<Unit> self = weak_from_this();
     at_end_of_backward([self] {
       if (const auto unit = self.lock()) {
@@ -552,7 +554,6 @@ void Unit::before_backward(std::int64_t use) {
   pending_uses_.erase(use);
   if (!in_backward_) {
     in_backward_ = true;
-    finish_reduction();  // of an earlier backward, if it was left on its way
     wait_for_parameters();
     flat_->stash_sharded_gradients();
   }
@@ -618,10 +619,7 @@ void Unit::end_of_backward_of_root() {
     }
   }
   if (is_last_backward) {
-    if (const auto unit = root_->reducing.lock()) {
-      unit->finish_reduction();
-    }
-    settle_unused_parameters();
+    finish_reductions();
     root_->finished.clear();
   }
   for (const auto& weak : root_->units) {
@@ -729,6 +727,13 @@ void Unit::deliver(at::Tensor shard) {
     }
     flat_->set_sharded_gradient(i, std::move(piece));
   }
+}
+
+void Unit::finish_reductions() {
+  if (const auto unit = root_->reducing.lock()) {
+    unit->finish_reduction();
+  }
+  settle_unused_parameters();
 }
 
 void Unit::settle_unused_parameters() {

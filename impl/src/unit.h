@@ -136,6 +136,8 @@ class Unit : public ForwardHook, public std::enable_shared_from_this<Unit> {
   void accumulate(at::Tensor whole);
   void start_reduction(at::Tensor whole);
   void deliver(at::Tensor shard);
+  /// Waits for all gradients that are on their way.
+  void finish_reductions();
   /// With find_unused: ranks tell each other which parameters had a gradient.
   void settle_unused_parameters();
   void observe(Point point, at::Tensor& tensor) const;
