@@ -1298,6 +1298,19 @@ TEST(Parameters, WhichWereUsedIsNotForgottenWhenALaterMicroBatchFails) {
   });
 }
 
+TEST(Parameters, AWeightTiedToAUnitElsewhereIsRefused) {
+  EXPECT_THAT(message_of(2,
+                         [](RankContext& context) {
+                           Borrower first(4);
+                           Borrower last(4, first->weight);
+                           fully_shard(first, {context.process_group});
+                           fully_shard(last, {context.process_group});
+                           last(batch(0, 0, 4));
+                         }),
+              AllOf(HasSubstr("rank "), HasSubstr("parameter 'weight' belongs to another unit"),
+                    HasSubstr("wanted: fully_shard on a module that contains both")));
+}
+
 TEST(Parameters, UnusedOnesAreSettledWhenTheLastBackwardComesLater) {
   on_ranks(2, [](RankContext& context) {
     Choosing module;

@@ -131,11 +131,10 @@ void Unit::become_root_if_first(torch::nn::Module& module) {
     if (unit->root_ == nullptr) {
       unit->adopt(root, plain_name(below.key()));
     } else if (unit->root_ != root) {
-      throw ShardingError(
-          fmt::format("rank {}: unit '{}' ran on its own before the module that contains it; "
-                      "wanted: the outermost "
-                      "module runs first, so that it becomes the root",
-                      options_.world_rank, plain_name(below.key())));
+      throw ShardingError(fmt::format(
+          "rank {}: unit '{}' ran on its own before the module that contains it; wanted: "
+          "the outermost module runs first, so that it becomes the root",
+          options_.world_rank, plain_name(below.key())));
     }
     unit->name_parameters(below.key(), *below.value());
   }
@@ -151,11 +150,10 @@ void Unit::refuse_strays(torch::nn::Module& module, const std::string& path,
     const auto* owner = entry.value().defined() ? owner_of(entry.value()) : nullptr;
     if (owner != nullptr && std::find(inside.begin(), inside.end(), owner) == inside.end()) {
       throw ShardingError(fmt::format(
-          "rank {}: parameter '{}' belongs to the unit '{}', which does not contain it here, so "
-          "that "
-          "it would not be gathered; wanted: fully_shard on a module that contains both",
+          "rank {}: parameter '{}' belongs to {}, which does not contain it here, so that it would "
+          "not be gathered; wanted: fully_shard on a module that contains both",
           options_.world_rank, plain_name(path.empty() ? entry.key() : path + "." + entry.key()),
-          owner->name()));
+          owner->name().empty() ? "another unit" : fmt::format("the unit '{}'", owner->name())));
     }
   }
   for (const auto& child : module.named_children()) {
