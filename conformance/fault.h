@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "reference/scenario.h"
@@ -32,6 +33,11 @@ class StrikeLog {
   void add(Strike strike) {
     const std::lock_guard lock(mutex_);
     strikes_.push_back(std::move(strike));
+  }
+  /// Those since the last call.
+  std::vector<Strike> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(strikes_, {});
   }
   /// By step and rank, whichever rank's thread came first; those of a rank as they happened.
   std::vector<Strike> strikes() const {

@@ -13,6 +13,8 @@
 #include <mutex>
 #include <thread>
 
+#include "conformance/rank_messages.h"
+#include "conformance/rank_trace.h"
 #include "reference/data.h"
 #include "reference/models.h"
 
@@ -24,35 +26,55 @@ struct Stopped : std::exception {
   const char* what() const noexcept override { return "the reader stopped"; }
 };
 
-/// What one rank contributes to a step: tensors with one piece each, in execution order, the same
-/// on every rank.
-using RankTrace = std::vector<TraceTensor>;
-
 /// Joins the ranks' contributions into step traces and hands them over, a few steps at a time.
 class Collector {
  public:
-  Collector(int world_size, int steps_ahead) : world_size_(world_size), steps_ahead_(steps_ahead) {}
+  Collector(int world_size, int steps_ahead, std::shared_ptr<StrikeLog> strikes)
+      : world_size_(world_size), steps_ahead_(steps_ahead), strikes_(std::move(strikes)) {}
 
+  /// One rank's part, from its thread.
   void put(int rank, int step, RankTrace trace) {
     std::unique_lock lock(mutex_);
     auto& pending = pending_[step];
     pending.resize(world_size_);
     pending[rank] = std::move(trace);
     if (std::all_of(pending.begin(), pending.end(),
-                    [](const auto& each) { return !each.empty(); })) {
-      ready_.push_back(join(step, pending));
+                    [](const auto& each) { return !each.tensors.empty(); })) {
+      add(step, std::move(pending));
       pending_.erase(step);
-      changed_.notify_all();
     }
-    changed_.wait(lock, [&] { return stopped_ || step < taken_ + steps_ahead_; });
-    if (stopped_) {
+    wait_for_reader(lock, step);
+  }
+
+  /// All ranks' parts at once.
+  void put_all(int step, std::vector<RankTrace> ranks) {
+    std::unique_lock lock(mutex_);
+    add(step, std::move(ranks));
+    wait_for_reader(lock, step);
+  }
+
+  /// There are no more steps. How the reader says that it ended; throws Stopped if it went without
+  /// saying.
+  int wait_for_conclusion() {
+    std::unique_lock lock(mutex_);
+    is_complete_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return stopped_ || conclusion_; });
+    if (!conclusion_) {
       throw Stopped();
     }
+    return *conclusion_;
+  }
+
+  void conclude(int code) {
+    const std::lock_guard lock(mutex_);
+    conclusion_ = code;
+    changed_.notify_all();
   }
 
   std::optional<StepTrace> take() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !ready_.empty() || ended_; });
+    changed_.wait(lock, [&] { return !ready_.empty() || is_complete_ || ended_; });
     if (ready_.empty()) {
       if (error_) {
         std::rethrow_exception(error_);
@@ -80,27 +102,37 @@ class Collector {
   }
 
  private:
-  static StepTrace join(int step, std::vector<RankTrace>& ranks) {
-    StepTrace trace;
-    trace.step = step;
-    trace.tensors = std::move(ranks.front());
-    for (std::size_t rank = 1; rank < ranks.size(); ++rank) {
-      for (std::size_t i = 0; i < trace.tensors.size(); ++i) {
-        trace.tensors[i].pieces.push_back(std::move(ranks[rank][i].pieces.front()));
+  void add(int step, std::vector<RankTrace> ranks) {
+    for (const auto& rank : ranks) {
+      for (const auto& strike : rank.strikes) {
+        if (strikes_ != nullptr) {
+          strikes_->add(strike);
+        }
       }
     }
-    return trace;
+    ready_.push_back(join(step, std::move(ranks)));
+    changed_.notify_all();
+  }
+
+  void wait_for_reader(std::unique_lock<std::mutex>& lock, int step) {
+    changed_.wait(lock, [&] { return stopped_ || step < taken_ + steps_ahead_; });
+    if (stopped_) {
+      throw Stopped();
+    }
   }
 
   const int world_size_;
   const int steps_ahead_;
+  const std::shared_ptr<StrikeLog> strikes_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<int, std::vector<RankTrace>> pending_;
   std::deque<StepTrace> ready_;
   int taken_ = 0;
   bool stopped_ = false;
+  bool is_complete_ = false;
   bool ended_ = false;
+  std::optional<int> conclusion_;
   std::exception_ptr error_;
 };
 
@@ -266,13 +298,14 @@ class RankTrainer {
     }
     if (options.fault != nullptr) {
       fault_ = options.fault->make_observer(scenario, rank_);
-      fault_->log_to(options.strikes);
+      strikes_ = std::make_shared<StrikeLog>();
+      fault_->log_to(strikes_);
     }
   }
 
   RankTrace step(int step) {
     step_ = step;
-    trace_.clear();
+    trace_ = {};
     if (options_.before_step) {
       options_.before_step(rank_, step);
     }
@@ -312,6 +345,9 @@ class RankTrainer {
     for (const auto& placement : placements) {
       add_optimizer_state(placement);
     }
+    if (strikes_) {
+      trace_.strikes = strikes_->take();
+    }
     return std::move(trace_);
   }
 
@@ -345,7 +381,7 @@ class RankTrainer {
     tensor.placement = placement;
     tensor.pieces.push_back(
         {rank_, offset, values.detach().cpu().clone(torch::MemoryFormat::Contiguous)});
-    trace_.push_back(std::move(tensor));
+    trace_.tensors.push_back(std::move(tensor));
   }
 
   void add_shard(Quantity quantity, std::string name, const fsdp::ShardPlacement& placement,
@@ -382,10 +418,22 @@ class RankTrainer {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::optional<fsdp::GradScaler> scaler_;
   std::unique_ptr<StepObserver> fault_;
+  std::shared_ptr<StrikeLog> strikes_;
   int step_ = 0;
   int micro_batch_ = 0;
   RankTrace trace_;
 };
+
+}  // namespace
+
+namespace {
+
+fsdp::RunRanksOptions run_options(const Scenario& scenario, const FsdpSubject::Options& options) {
+  fsdp::RunRanksOptions run_options;
+  run_options.group.timeout = options.timeout;
+  run_options.seed = scenario.seed;
+  return run_options;
+}
 
 }  // namespace
 
@@ -395,28 +443,53 @@ struct FsdpSubject::Impl {
       : scenario(run_scenario),
         initial(std::move(run_initial)),
         options(std::move(run_options)),
-        collector(scenario.world_size, options.steps_ahead),
+        collector(scenario.world_size, options.steps_ahead, options.strikes),
         thread([this] { run(); }) {}
 
   void run() {
     std::exception_ptr error;
     try {
-      fsdp::RunRanksOptions run_options;
-      run_options.group.timeout = options.timeout;
-      run_options.seed = scenario.seed;
-      fsdp::run_ranks(
-          scenario.world_size,
-          [this](fsdp::RankContext& context) {
-            RankTrainer trainer(scenario, initial, options, context);
-            for (int step = 0; step < scenario.steps; ++step) {
-              collector.put(context.rank, step, trainer.step(step));
-            }
-          },
-          run_options);
+      if (options.process_group == nullptr) {
+        run_threads();
+      } else {
+        run_first();
+      }
     } catch (...) {
       error = std::current_exception();
     }
     collector.end(error);
+  }
+
+  void run_threads() {
+    fsdp::run_ranks(
+        scenario.world_size,
+        [this](fsdp::RankContext& context) {
+          RankTrainer trainer(scenario, initial, options, context);
+          for (int step = 0; step < scenario.steps; ++step) {
+            collector.put(context.rank, step, trainer.step(step));
+          }
+        },
+        run_options(scenario, options));
+  }
+
+  /// This process is rank 0, and the others send it their parts.
+  void run_first() {
+    fsdp::run_rank(
+        options.process_group,
+        [this](fsdp::RankContext& context) {
+          const RankMessages messages(context.process_group);
+          RankTrainer trainer(scenario, initial, options, context);
+          for (int step = 0; step < scenario.steps; ++step) {
+            auto own = trainer.step(step);
+            std::vector<RankTrace> ranks;
+            for (const auto& part : messages.gather_on_first({})) {
+              ranks.push_back(ranks.empty() ? std::move(own) : unpack(part));
+            }
+            collector.put_all(step, std::move(ranks));
+          }
+          messages.from_first(std::to_string(collector.wait_for_conclusion()));
+        },
+        run_options(scenario, options));
   }
 
   const Scenario scenario;
@@ -432,11 +505,36 @@ FsdpSubject::FsdpSubject(const Scenario& scenario, std::map<std::string, torch::
 
 FsdpSubject::~FsdpSubject() {
   impl_->collector.stop();
-  impl_->thread.join();
+  if (impl_->thread.joinable()) {
+    impl_->thread.join();
+  }
 }
 
 std::optional<StepTrace> FsdpSubject::next() {
   return impl_->collector.take();
+}
+
+void FsdpSubject::conclude(int code) {
+  impl_->collector.conclude(code);
+  impl_->thread.join();
+}
+
+int FsdpSubject::follow(const Scenario& scenario,
+                        const std::map<std::string, torch::Tensor>& initial,
+                        const Options& options) {
+  int code = 0;
+  fsdp::run_rank(
+      options.process_group,
+      [&](fsdp::RankContext& context) {
+        const RankMessages messages(context.process_group);
+        RankTrainer trainer(scenario, initial, options, context);
+        for (int step = 0; step < scenario.steps; ++step) {
+          messages.gather_on_first(pack(trainer.step(step)));
+        }
+        code = std::stoi(messages.from_first({}));
+      },
+      run_options(scenario, options));
+  return code;
 }
 
 }  // namespace shardproof

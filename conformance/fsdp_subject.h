@@ -1,8 +1,10 @@
 #pragma once
-// The subject that this project ships: a scenario trained by its own FSDP on in-process ranks, step
-// by step.
+// The subject that this project ships: a scenario trained by its own FSDP, step by step, on ranks
+// that are threads of this process or processes of their own.
 
+#include <fsdp/process_group.h>
 #include <torch/types.h>
+
 #include <chrono>
 #include <map>
 #include <memory>
@@ -23,6 +25,9 @@ class FsdpSubject {
     std::shared_ptr<StrikeLog> strikes;
     /// How long a rank waits for the others in one collective.
     std::chrono::milliseconds timeout = std::chrono::minutes(5);
+    /// This process's part of a group of processes, which is rank 0's for an FsdpSubject; the
+    /// others call follow(). Null: all ranks are threads of this process.
+    fsdp::BackendPtr process_group{};
     /// Called on each rank's thread before each step; tests throw from it.
     std::function<void(int rank, int step)> before_step;
     /// Called on each rank's thread within the forward of each layer.
@@ -42,6 +47,14 @@ class FsdpSubject {
   /// The next step's trace, waiting for it; nothing after the last step. Rethrows what a rank
   /// threw.
   std::optional<StepTrace> next();
+
+  /// After the last step, with processes: tells the other ranks the code with which all are to end.
+  void conclude(int code);
+
+  /// What a rank other than 0 does: trains, sends its traces to rank 0, and returns the code that
+  /// rank 0 concludes with. Throws what it itself meets, and fsdp::PeerError if another rank ends.
+  static int follow(const Scenario& scenario, const std::map<std::string, torch::Tensor>& initial,
+                    const Options& options);
 
  private:
   struct Impl;

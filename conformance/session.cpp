@@ -14,6 +14,7 @@
 #include "conformance/environment.h"
 #include "conformance/fsdp_subject.h"
 #include "conformance/python_reference.h"
+#include "conformance/rank_messages.h"
 #include "conformance/trace_io.h"
 #include "conformance/training_guards.h"
 #include "reference/data.h"
@@ -242,10 +243,17 @@ class FreeRun {
   StepTrace last_;
 };
 
-void refuse_what_is_not_here(const Scenario& scenario) {
-  if (scenario.backend != "in_process") {
-    throw ScenarioError(fmt::format(
-        "backend is \"{}\"; wanted: \"in_process\", the only one in this build", scenario.backend));
+void refuse_what_is_not_here(const Scenario& scenario, const fsdp::BackendPtr& group) {
+  const auto backend = group == nullptr ? std::string("in_process") : group->getBackendName();
+  if (scenario.backend != backend) {
+    throw ScenarioError(fmt::format("backend is \"{}\"; wanted: \"{}\", {}", scenario.backend,
+                                    backend,
+                                    group == nullptr ? "the only one without a launcher"
+                                                     : "which the ranks have been started with"));
+  }
+  if (group != nullptr && group->getSize() != scenario.world_size) {
+    throw ScenarioError(fmt::format("world_size is {}; wanted: {}, the number of ranks started",
+                                    scenario.world_size, group->getSize()));
   }
   if (scenario.device != "cpu") {
     throw ScenarioError(fmt::format("device is \"{}\"; wanted: \"cpu\", the only one in this build",
@@ -307,13 +315,111 @@ void refuse_non_finite_losses(const StepTrace& subject) {
   }
 }
 
-}  // namespace
+/// A digest of bytes to tell different inputs apart by (FNV-1a of 64 bits); not for security.
+class Digest {
+ public:
+  void add(std::string_view bytes) {
+    for (const char byte : bytes) {
+      value_ = (value_ ^ static_cast<unsigned char>(byte)) * 0x100000001B3;
+    }
+  }
+  std::string text() const { return fmt::format("{:016x}", value_); }
 
-RunSummary run_session(const SessionOptions& options) {
-  const auto started = std::chrono::steady_clock::now();
+ private:
+  std::uint64_t value_ = 0xCBF29CE484222325;
+};
+
+std::string digest_of(const std::map<std::string, torch::Tensor>& tensors) {
+  Digest digest;
+  for (const auto& [name, tensor] : tensors) {
+    const auto whole = tensor.cpu().contiguous();
+    digest.add(name);
+    digest.add({static_cast<const char*>(whole.const_data_ptr()), whole.nbytes()});
+  }
+  return digest.text();
+}
+
+/// All that decides what a rank computes.
+nlohmann::json job_of(const SessionOptions& options, const Scenario& scenario,
+                      const std::map<std::string, torch::Tensor>& weights) {
+  auto job = to_json(scenario);
+  const Dataset data(scenario);
+  if (const auto* corpus = data.corpus()) {
+    Digest digest;
+    digest.add(*corpus);
+    job["data"]["corpus"] = fmt::format("{} bytes, {}", corpus->size(), digest.text());
+  }
+  job["weights"] = digest_of(weights);
+  job["fault"] = options.fault == nullptr ? "" : options.fault->name;
+  job["libtorch"] = TORCH_VERSION;
+  return job;
+}
+
+/// Every rank must be about to train the same.
+void agree_on_job(const RankMessages& messages, const nlohmann::json& job) {
+  const auto jobs = messages.exchange(job.dump());
+  const auto first = nlohmann::json::parse(jobs.front());
+  for (std::size_t rank = 1; rank < jobs.size(); ++rank) {
+    const auto other = nlohmann::json::parse(jobs[rank]);
+    const auto difference = nlohmann::json::diff(first, other);
+    if (difference.empty()) {
+      continue;
+    }
+    const nlohmann::json::json_pointer field(difference[0]["path"].get<std::string>());
+    const auto value = [&](const nlohmann::json& whole) {
+      return whole.contains(field) ? whole[field].dump() : std::string("nothing");
+    };
+    throw fsdp::UsageError(
+        fmt::format("rank {}: {} is {}, and rank 0's is {}; wanted: the same command and the same "
+                    "files on every rank",
+                    rank, field.to_string(), value(other), value(first)));
+  }
+}
+
+/// What a rank starts from.
+struct Start {
+  Start(const SessionOptions& options, const std::filesystem::path& scratch)
+      : scenario(with_frozen_corpus(options.scenario, scratch)),
+        weights(starting_weights(options)) {
+    if (options.process_group != nullptr) {
+      agree_on_job(RankMessages(options.process_group), job_of(options, scenario, weights));
+    }
+  }
+  const Scenario scenario;
+  const std::map<std::string, torch::Tensor> weights;
+};
+
+void check(const SessionOptions& options) {
   validate(options.scenario);
-  refuse_what_is_not_here(options.scenario);
+  refuse_what_is_not_here(options.scenario, options.process_group);
   refuse_what_the_dtype_cannot_hold(options.scenario);
+}
+
+FsdpSubject::Options subject_options_of(const SessionOptions& options) {
+  FsdpSubject::Options subject;
+  subject.fault = options.fault;
+  subject.strikes = std::make_shared<StrikeLog>();
+  subject.timeout = options.timeout;
+  subject.process_group = options.process_group;
+  return subject;
+}
+
+/// What stops this rank is told to the others, which would otherwise wait for it in vain.
+template <typename Body>
+auto telling_the_others(const fsdp::BackendPtr& group, Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    if (group != nullptr) {
+      fsdp::leave_group(*group, error.what());
+    }
+    throw;
+  }
+}
+
+RunSummary run_first_rank(const SessionOptions& options) {
+  const auto started = std::chrono::steady_clock::now();
+  check(options);
   RunSummary summary;
   summary.scenario = options.scenario;
   summary.environment = describe_environment();
@@ -324,17 +430,15 @@ RunSummary run_session(const SessionOptions& options) {
     report.emplace(options.report);
   }
   const ScratchFolder scratch;
-  const auto scenario = with_frozen_corpus(options.scenario, scratch.path());
-  const auto weights = starting_weights(options);
+  const Start start(options, scratch.path());
+  const auto& scenario = start.scenario;
+  const auto& weights = start.weights;
   References references(options, scenario, weights, scratch.path(), summary.notes);
   std::optional<FreeRun> free_run;
   if (options.lockstep && options.fault == nullptr && why_no_whole_batch(scenario).empty()) {
     free_run.emplace(scenario, weights);
   }
-  FsdpSubject::Options subject_options;
-  subject_options.fault = options.fault;
-  subject_options.strikes = std::make_shared<StrikeLog>();
-  subject_options.timeout = options.timeout;
+  const auto subject_options = subject_options_of(options);
   FsdpSubject subject(scenario, weights, subject_options);
   TrainingGuards guards(scenario, weights);
 
@@ -402,7 +506,26 @@ RunSummary run_session(const SessionOptions& options) {
   if (report) {
     report->finish(summary);
   }
+  const int conclusion = options.conclude ? options.conclude(summary) : failed > 0 ? 1 : 0;
+  if (options.process_group != nullptr) {
+    subject.conclude(conclusion);
+  }
   return summary;
+}
+
+}  // namespace
+
+RunSummary run_session(const SessionOptions& options) {
+  return telling_the_others(options.process_group, [&] { return run_first_rank(options); });
+}
+
+int follow_session(const SessionOptions& options) {
+  return telling_the_others(options.process_group, [&] {
+    check(options);
+    const ScratchFolder scratch;
+    const Start start(options, scratch.path());
+    return FsdpSubject::follow(start.scenario, start.weights, subject_options_of(options));
+  });
 }
 
 }  // namespace shardproof

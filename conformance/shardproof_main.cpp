@@ -308,6 +308,28 @@ void print_scenario(const Scenario& scenario) {
   std::cout << to_json(scenario).dump(2) << "\n";
 }
 
+/// Tells the user how the run ended; returns the code for it.
+int conclude(const SessionOptions& options, const RunSummary& summary) {
+  print_table(std::cout, summary);
+  if (options.fault != nullptr) {
+    std::cout << "planted: " << describe_strikes(summary) << "\n";
+  }
+  if (!options.report.empty()) {
+    std::cout << "report: " << (options.report / "report.html").string() << "\n";
+  }
+  std::cout.flush();
+  if (!std::cout) {
+    return complain(kExitBroken,
+                    "cannot write the table to standard output; nobody has seen the verdict");
+  }
+  // A guard that failed has seen nothing of the fault.
+  if (!summary.has_divergence && options.fault != nullptr) {
+    return complain(kExitBroken,
+                    fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
+  }
+  return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
+}
+
 int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) {
   SessionOptions options;
   options.scenario = scenario_of(arguments, scenario_options);
@@ -338,26 +360,10 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
                              options.scenario.world_size);
     options.progress = print_progress;
   }
-  const auto summary = run_session(options);
-  print_table(std::cout, summary);
-  if (options.fault != nullptr) {
-    std::cout << "planted: " << describe_strikes(summary) << "\n";
-  }
-  if (!arguments.report.empty()) {
-    std::cout << "report: " << (std::filesystem::path(arguments.report) / "report.html").string()
-              << "\n";
-  }
-  std::cout.flush();
-  if (!std::cout) {
-    return complain(kExitBroken,
-                    "cannot write the table to standard output; nobody has seen the verdict");
-  }
-  // A guard that failed has seen nothing of the fault.
-  if (!summary.has_divergence && options.fault != nullptr) {
-    return complain(kExitBroken,
-                    fmt::format("the fault '{}' struck and no check saw it", options.fault->name));
-  }
-  return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
+  int code = kExitHeld;
+  options.conclude = [&](const RunSummary& summary) { return code = conclude(options, summary); };
+  run_session(options);
+  return code;
 }
 
 /// The option that is likely to be meant, if any is.

@@ -584,6 +584,7 @@ TEST_P(KeptGathered, IsNotUsedAfterTheOptimizersStep) {
     }
     loss_of(network, context.rank).backward();
     optimizer->step();
+    optimizer->zero_grad();
     if (way.before_backward) {
       way.before_backward(network);
     }
@@ -647,21 +648,42 @@ INSTANTIATE_TEST_SUITE_P(EachWay, KeptGathered,
                          });
 
 TEST(Schedule, WhatWasGatheredBeforeShardsWereEditedIsNotUsedAfterIt) {
-  on_ranks(2, [](RankContext& context) {
-    auto network = sharded_network(context, ShardingStrategy::shard_grad_op);
-    const auto dangling = network(batch(0));
-    const torch::NoGradGuard no_grad;
-    for (const auto& parameter : network->parameters()) {
-      parameter.mul_(2);
-    }
-    const auto seen = network(batch(0));
-    Network plain;
-    fill(*plain);
-    for (const auto& parameter : plain->parameters()) {
-      parameter.mul_(2);
-    }
-    EXPECT_TRUE(torch::equal(seen, plain(batch(0))));
-  });
+  for (const bool is_on_its_way : {false, true}) {
+    on_ranks(2, [&](RankContext& context) {
+      auto network = sharded_network(context, ShardingStrategy::shard_grad_op);
+      const auto dangling = network(batch(0));
+      if (is_on_its_way) {
+        for (auto layer : {network->first, network->second, network->third}) {
+          reshard(*layer);
+          unshard(*layer, /*async=*/true);
+        }
+      }
+      const torch::NoGradGuard no_grad;
+      for (const auto& parameter : network->parameters()) {
+        parameter.mul_(2);
+      }
+      const auto seen = network(batch(0));
+      Network plain;
+      fill(*plain);
+      for (const auto& parameter : plain->parameters()) {
+        parameter.mul_(2);
+      }
+      EXPECT_TRUE(torch::equal(seen, plain(batch(0)))) << is_on_its_way;
+    });
+  }
+}
+
+TEST(Schedule, AForwardWithoutBackwardLeavesNothingGathered) {
+  for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op}) {
+    on_ranks(2, [&](RankContext& context) {
+      auto network = sharded_network(context, strategy);
+      const torch::NoGradGuard no_grad;
+      network(batch(0));
+      for (const auto& unit : describe_units(*network)) {
+        EXPECT_FALSE(unit.is_gathered) << unit.name;
+      }
+    });
+  }
 }
 
 TEST(Schedule, AForwardBeforeTheOptimizerIsMadeDoesNotFreezeTheParameters) {

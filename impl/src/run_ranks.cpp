@@ -115,13 +115,24 @@ class IntraOpThreadsGuard {
   int previous_;
 };
 
+// The thread belongs to somebody else, who finds its autograd as it was.
+class AutogradGuard {
+ public:
+  AutogradGuard() : previous_(c10::AutogradState::get_tls_state()) {}
+  ~AutogradGuard() { c10::AutogradState::set_tls_state(previous_); }
+  AutogradGuard(const AutogradGuard&) = delete;
+  AutogradGuard& operator=(const AutogradGuard&) = delete;
+
+ private:
+  c10::AutogradState previous_;
+};
+
 // Without this, glibc hands every large block back to the kernel when it is freed, and each step
 // faults its gathered parameters, gradients and activations in again, page by page.
 void keep_freed_memory() {
 #ifdef __GLIBC__
   static const bool done = [] {
     // Blocks up to 1 GiB come from the heap.
-    // before.
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
     return true;
@@ -150,8 +161,8 @@ void fail_rank(RankContext& context, Cause& cause, const std::string& reason, bo
   leave_group(*context.process_group, reason);
 }
 
-void run_rank(RankContext context, const std::function<void(RankContext&)>& body,
-              const RunRanksOptions& options, Cause& cause) {
+void run_and_note(RankContext context, const std::function<void(RankContext&)>& body,
+                  const RunRanksOptions& options, Cause& cause) {
   try {
     set_up_thread(context.rank, options);
     body(context);
@@ -168,10 +179,7 @@ void run_rank(RankContext context, const std::function<void(RankContext&)>& body
   }
 }
 
-}  // namespace
-
-void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
-               const RunRanksOptions& options) {
+void set_up_process(const RunRanksOptions& options) {
   if (options.keep_freed_memory) {
     keep_freed_memory();
   }
@@ -179,6 +187,26 @@ void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
     throw UsageError(
         fmt::format("{} intra-op threads; wanted 1 or more", options.intra_op_threads));
   }
+}
+
+}  // namespace
+
+void run_rank(const BackendPtr& group, const std::function<void(RankContext&)>& body,
+              const RunRanksOptions& options) {
+  if (group == nullptr) {
+    throw UsageError("run_rank: the process group is null; wanted: this rank's part of one");
+  }
+  set_up_process(options);
+  const IntraOpThreadsGuard threads;
+  const AutogradGuard autograd;
+  Cause cause;
+  run_and_note({group->getRank(), group->getSize(), group}, body, options, cause);
+  cause.rethrow_if_any();
+}
+
+void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
+               const RunRanksOptions& options) {
+  set_up_process(options);
   const auto backends = make_in_process_group(world_size, options.group);
   const IntraOpThreadsGuard guard;
   Cause cause;
@@ -188,7 +216,7 @@ void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
     RankContext context{rank, world_size, backends[rank]};
     try {
       threads.emplace_back(
-          [&, context = std::move(context)] { run_rank(context, body, options, cause); });
+          [&, context = std::move(context)] { run_and_note(context, body, options, cause); });
     } catch (const std::exception& error) {
       const auto problem = fmt::format(
           "no thread for rank {} of {} could be started: {}. Run fewer ranks or raise "

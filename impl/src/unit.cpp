@@ -230,9 +230,6 @@ void Unit::reset_after_failure() {
       continue;
     }
     unit->modules_to_run_.clear();
-    if (unit.get() != this) {
-      unit->forward_uses_.clear();
-    }
     const bool is_on_its_way = unit->reduction_ || !unit->maybe_unused_.empty();
     if (!unit->in_backward_ && !(is_on_its_way && has_failed)) {
       continue;

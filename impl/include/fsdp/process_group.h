@@ -133,4 +133,10 @@ struct RunRanksOptions {
 void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
                const RunRanksOptions& options = {});
 
+/// Runs `body` on this thread as one rank of a group whose other ranks run elsewhere, in other
+/// processes or threads: it is set up, ended and its exception named as `run_ranks` does for each
+/// of its ranks. `options.group` is not used. Throws UsageError if the group is null.
+void run_rank(const BackendPtr& group, const std::function<void(RankContext&)>& body,
+              const RunRanksOptions& options = {});
+
 }  // namespace fsdp
