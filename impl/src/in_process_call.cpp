@@ -5,7 +5,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "reduce_kernels.h"
 
@@ -255,7 +254,16 @@ Slots Slots::clone() const {
   return copy;
 }
 
+Slots Slots::with(std::vector<at::Tensor> tensors) const {
+  auto slots = *this;
+  slots.tensors_ = std::move(tensors);
+  return slots;
+}
+
 at::Device Call::device() const {
+  if (stated_device.has_value()) {
+    return *stated_device;
+  }
   for (const auto& transfer : transfers) {
     for (const auto* slots : {&transfer.from, &transfer.to}) {
       if (!slots->tensors().empty()) {
@@ -277,7 +285,7 @@ std::string describe(const Call& call) {
   if (call.device().type() != at::kCPU) {
     arguments.push_back(c10::DeviceTypeName(call.device().type(), /*lower_case=*/true));
   }
-  if (call.operation == Operation::kSend || call.operation == Operation::kReceive) {
+  if (call.is_transfer()) {
     arguments.push_back(fmt::format("{} rank {}, tag {}",
                                     call.operation == Operation::kSend ? "to" : "from", call.root,
                                     call.tag));

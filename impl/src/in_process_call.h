@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
@@ -59,6 +60,8 @@ class Slots {
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
   /// Copies in memory of their own.
   Slots clone() const;
+  /// The same slots of other tensors, one for each of these.
+  Slots with(std::vector<at::Tensor> tensors) const;
 
  private:
   std::vector<at::Tensor> tensors_;
@@ -86,9 +89,16 @@ struct Call {
   /// See CollectiveLabel.
   std::string label;
   std::vector<Transfer> transfers;
+  /// Where the tensors are said to be, if it is not where they are: a call from another process has
+  /// none here, and one that is staged has copies in host memory.
+  std::optional<at::Device> stated_device;
 
   /// Where its tensors are. The CPU if it has none.
   at::Device device() const;
+  /// A send or receive, which concerns two ranks; else a collective.
+  bool is_transfer() const {
+    return operation == Operation::kSend || operation == Operation::kReceive;
+  }
 };
 
 /// "all_reduce(sum, Float, 4 elements)"

@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "fsdp/errors.h"
 #include "in_process_portion.h"
 
 namespace fsdp::in_process {
@@ -37,34 +36,7 @@ void spin_while(const Exchange& exchange, State state, int rounds) {
   }
 }
 
-FailurePtr make_failure(Failure::Kind kind, std::string message) {
-  return std::make_shared<const Failure>(Failure{kind, std::move(message), nullptr});
-}
-
-FailurePtr mismatch_failure(const std::string& mismatch) {
-  return make_failure(
-      Failure::Kind::kMismatch,
-      fmt::format("the ranks' calls do not match: {}. Every rank must call the same collectives in "
-                  "the same order, with the same sizes, dtypes, reduction and root.",
-                  mismatch));
-}
-
 }  // namespace
-
-void Failure::raise(const std::string& where) const {
-  const auto text = fmt::format("{}: {}", where, message);
-  switch (kind) {
-    case Kind::kMismatch:
-      throw MismatchError(text);
-    case Kind::kTimeout:
-      throw TimeoutError(text);
-    case Kind::kPeerLeft:
-      throw PeerError(text);
-    case Kind::kWorkFailed:
-      break;
-  }
-  std::rethrow_exception(cause);
-}
 
 Exchange::Exchange(int callers, std::uint64_t sequence, bool is_transfer)
     : sequence_(sequence),
@@ -320,18 +292,8 @@ void Rendezvous::expire_if_due(Exchange& exchange, int caller,
 }
 
 void Rendezvous::expire(Exchange& exchange, int caller, milliseconds timeout) {
-  const auto mismatch = exchange.mismatch();
-  const auto missing = exchange.missing_ranks();
-  const auto number =
-      exchange.is_transfer_ ? std::string() : fmt::format(", number {},", exchange.sequence());
-  break_group(make_failure(
-      Failure::Kind::kTimeout,
-      fmt::format(
-          "{}{} timed out: {} did not arrive within {} ms.{} Find out what keeps {}, or "
-          "raise the timeout.",
-          describe(exchange.calls_[caller]), number, describe_ranks(missing), timeout.count(),
-          mismatch.empty() ? "" : fmt::format(" Those that did do not agree: {}.", mismatch),
-          missing.size() == 1 ? "it" : "them")));
+  break_group(timeout_failure(exchange.calls_[caller], exchange.sequence(),
+                              exchange.missing_ranks(), timeout, exchange.mismatch()));
 }
 
 void Rendezvous::throw_if_failed(const Exchange& exchange, int caller) const {
@@ -353,8 +315,7 @@ void Rendezvous::leave(int rank, const std::string& reason) {
   if (std::any_of(breaches_.begin(), breaches_.end(), left_before)) {
     return;
   }
-  const auto failure = make_failure(Failure::Kind::kPeerLeft,
-                                    fmt::format("rank {} left the group: {}", rank, reason));
+  const auto failure = left_failure(rank, reason);
   breaches_.push_back({posted_[rank], rank, failure});
   fail_collectives_from(posted_[rank], failure);
   fail_transfers(rank, failure);
@@ -397,8 +358,7 @@ std::shared_ptr<Rendezvous> Rendezvous::split(const std::vector<int>& ranks, int
 
 void Rendezvous::abort(int rank) {
   const std::lock_guard lock(mutex_);
-  break_group(
-      make_failure(Failure::Kind::kPeerLeft, fmt::format("rank {} aborted the group", rank)));
+  break_group(abort_failure(rank));
 }
 
 std::uint64_t Rendezvous::posted(int rank) const {
@@ -455,13 +415,6 @@ FailurePtr Rendezvous::failure_of_transfer(int rank, int peer) const {
     }
   }
   return nullptr;
-}
-
-std::string Rendezvous::where(const Call& call, std::uint64_t sequence) const {
-  const bool is_transfer =
-      call.operation == Operation::kSend || call.operation == Operation::kReceive;
-  return fmt::format("rank {}: {}{} of group \"{}\"", call.rank, describe(call),
-                     is_transfer ? std::string() : fmt::format(", number {}", sequence), name_);
 }
 
 }  // namespace fsdp::in_process

@@ -14,22 +14,11 @@
 #include <tuple>
 #include <vector>
 
+#include "collective_failure.h"
 #include "in_process_call.h"
 #include "in_process_device.h"
 
 namespace fsdp::in_process {
-
-/// Why calls could not complete. It is told to every rank that made or makes one.
-struct Failure {
-  enum class Kind { kMismatch, kTimeout, kPeerLeft, kWorkFailed };
-  Kind kind;
-  std::string message;
-  std::exception_ptr cause;  // what kWorkFailed rethrows
-
-  /// Throws the exception of this kind; `where` says who called what.
-  [[noreturn]] void raise(const std::string& where) const;
-};
-using FailurePtr = std::shared_ptr<const Failure>;
 
 /// One collective call by all ranks, or one send and its receive.
 ///
@@ -147,7 +136,9 @@ class Rendezvous {
   FailurePtr failure_of_collective(std::uint64_t sequence) const;
   FailurePtr failure_of_transfer(int rank, int peer) const;
   ExchangePtr take_counterpart(const Channel& channel, int caller);
-  std::string where(const Call& call, std::uint64_t sequence) const;
+  std::string where(const Call& call, std::uint64_t sequence) const {
+    return in_process::where(call, sequence, name_);
+  }
 
   const int world_size_;
   const std::string name_;
