@@ -37,7 +37,7 @@ Call CollectiveBackend::make_rooted_call(Operation operation, std::int64_t root)
 }
 
 Call CollectiveBackend::make_reducing_call(Operation operation,
-                                          const c10d::ReduceOp& reduction) const {
+                                           const c10d::ReduceOp& reduction) const {
   auto call = make_call(operation);
   call.reduction = reduction.op_;
   return call;
@@ -85,7 +85,8 @@ void CollectiveBackend::check_alike(const Call& call, const Transfer& transfer) 
   }
 }
 
-void CollectiveBackend::check_slots(const Call& call, const Slots& slots, std::int64_t numel) const {
+void CollectiveBackend::check_slots(const Call& call, const Slots& slots,
+                                    std::int64_t numel) const {
   for (int slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot].numel != numel) {
       refuse(call, fmt::format("the tensor for rank {} has {} elements; wanted {}, as many as this "
@@ -96,7 +97,7 @@ void CollectiveBackend::check_slots(const Call& call, const Slots& slots, std::i
 }
 
 void CollectiveBackend::check_count(const Call& call, const char* what, std::size_t seen,
-                                   std::size_t wanted) const {
+                                    std::size_t wanted) const {
   if (seen != wanted) {
     refuse(call, fmt::format("{} {}; wanted {}", seen, what, wanted));
   }
@@ -104,7 +105,7 @@ void CollectiveBackend::check_count(const Call& call, const char* what, std::siz
 
 // In the flat forms one tensor holds what the other side has for every rank.
 void CollectiveBackend::check_flat(const Call& call, const at::Tensor& part,
-                                  const at::Tensor& whole) const {
+                                   const at::Tensor& whole) const {
   if (!part.defined() || !whole.defined() || whole.numel() != part.numel() * size_) {
     refuse(call, fmt::format("a tensor of {} elements for {} ranks' {}; wanted {}",
                              whole.defined() ? whole.numel() : 0, size_,
@@ -132,7 +133,7 @@ void CollectiveBackend::check_reduction(const Call& call) const {
 }
 
 Transfer CollectiveBackend::make_transfer(const Call& call, Slots from, Slots to,
-                                         std::int64_t numel) const {
+                                          std::int64_t numel) const {
   Transfer transfer;
   transfer.from = std::move(from);
   transfer.to = std::move(to);
@@ -144,13 +145,13 @@ Transfer CollectiveBackend::make_transfer(const Call& call, Slots from, Slots to
 }
 
 Transfer CollectiveBackend::gathering(const Call& call, const at::Tensor& input,
-                                     const at::Tensor& output) const {
+                                      const at::Tensor& output) const {
   check_flat(call, input, output);
   return make_transfer(call, Slots::whole(input), Slots::equal(output, size_), input.numel());
 }
 
 Transfer CollectiveBackend::scattering(const Call& call, const at::Tensor& input,
-                                      const at::Tensor& output) const {
+                                       const at::Tensor& output) const {
   check_flat(call, output, input);
   return make_transfer(call, Slots::equal(input, size_), Slots::whole(output), output.numel());
 }
@@ -175,7 +176,7 @@ WorkPtr CollectiveBackend::allreduce(Tensors& tensors, const c10d::AllreduceOpti
 }
 
 WorkPtr CollectiveBackend::allreduce_coalesced(Tensors& tensors,
-                                              const c10d::AllreduceCoalescedOptions& options) {
+                                               const c10d::AllreduceCoalescedOptions& options) {
   auto call = make_reducing_call(Operation::kAllReduce, options.reduceOp);
   for (const auto& tensor : tensors) {
     check_tensor(call, tensor);
@@ -197,7 +198,7 @@ WorkPtr CollectiveBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o
 }
 
 WorkPtr CollectiveBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                    const c10d::AllgatherOptions& options) {
+                                     const c10d::AllgatherOptions& options) {
   auto call = make_call(Operation::kAllGather);
   check_count(call, "input tensors", inputs.size(), 1);
   check_count(call, "lists of output tensors", outputs.size(), 1);
@@ -209,14 +210,14 @@ WorkPtr CollectiveBackend::allgather(std::vector<Tensors>& outputs, Tensors& inp
 }
 
 WorkPtr CollectiveBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                          const c10d::AllgatherOptions& options) {
+                                           const c10d::AllgatherOptions& options) {
   auto call = make_call(Operation::kAllGather);
   call.transfers = {gathering(call, input, output)};
   return submit(std::move(call), OpType::_ALLGATHER_BASE, options.timeout);
 }
 
 WorkPtr CollectiveBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                          const c10d::AllgatherOptions& options) {
+                                                           const c10d::AllgatherOptions& options) {
   auto call = make_call(Operation::kAllGather);
   check_count(call, "output tensors", outputs.size(), inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -226,7 +227,7 @@ WorkPtr CollectiveBackend::allgather_into_tensor_coalesced(Tensors& outputs, Ten
 }
 
 WorkPtr CollectiveBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                 const c10d::GatherOptions& options) {
+                                  const c10d::GatherOptions& options) {
   auto call = make_rooted_call(Operation::kGather, options.rootRank);
   check_count(call, "input tensors", inputs.size(), 1);
   check_tensor(call, inputs[0]);
@@ -244,7 +245,7 @@ WorkPtr CollectiveBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs
 }
 
 WorkPtr CollectiveBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                  const c10d::ScatterOptions& options) {
+                                   const c10d::ScatterOptions& options) {
   auto call = make_rooted_call(Operation::kScatter, options.rootRank);
   check_count(call, "output tensors", outputs.size(), 1);
   check_tensor(call, outputs[0]);
@@ -262,7 +263,7 @@ WorkPtr CollectiveBackend::scatter(Tensors& outputs, std::vector<Tensors>& input
 }
 
 WorkPtr CollectiveBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                         const c10d::ReduceScatterOptions& options) {
+                                          const c10d::ReduceScatterOptions& options) {
   auto call = make_reducing_call(Operation::kReduceScatter, options.reduceOp);
   check_count(call, "output tensors", outputs.size(), 1);
   check_count(call, "lists of input tensors", inputs.size(), 1);
@@ -274,7 +275,7 @@ WorkPtr CollectiveBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>
 }
 
 WorkPtr CollectiveBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                               const c10d::ReduceScatterOptions& options) {
+                                                const c10d::ReduceScatterOptions& options) {
   auto call = make_reducing_call(Operation::kReduceScatter, options.reduceOp);
   call.transfers = {scattering(call, input, output)};
   return submit(std::move(call), OpType::_REDUCE_SCATTER_BASE, options.timeout);
@@ -292,7 +293,7 @@ WorkPtr CollectiveBackend::reduce_scatter_tensor_coalesced(
 
 // As in PyTorch the sizes are of the first dimension, and no sizes mean even ones.
 Slots CollectiveBackend::cut(const Call& call, const at::Tensor& tensor,
-                            const std::vector<std::int64_t>& sizes) const {
+                             const std::vector<std::int64_t>& sizes) const {
   check_tensor(call, tensor);
   const auto rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   if (sizes.empty()) {
@@ -322,9 +323,9 @@ Slots CollectiveBackend::cut(const Call& call, const at::Tensor& tensor,
 }
 
 WorkPtr CollectiveBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                        std::vector<std::int64_t>& output_sizes,
-                                        std::vector<std::int64_t>& input_sizes,
-                                        const c10d::AllToAllOptions& options) {
+                                         std::vector<std::int64_t>& output_sizes,
+                                         std::vector<std::int64_t>& input_sizes,
+                                         const c10d::AllToAllOptions& options) {
   auto call = make_call(Operation::kAllToAll);
   call.transfers = {
       make_transfer(call, cut(call, input, input_sizes), cut(call, output, output_sizes), -1)};
@@ -332,7 +333,7 @@ WorkPtr CollectiveBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
 }
 
 WorkPtr CollectiveBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                   const c10d::AllToAllOptions& options) {
+                                    const c10d::AllToAllOptions& options) {
   auto call = make_call(Operation::kAllToAll);
   check_count(call, "output tensors", outputs.size(), size_);
   check_count(call, "input tensors", inputs.size(), size_);
@@ -353,7 +354,7 @@ WorkPtr CollectiveBackend::recv(Tensors& tensors, int sender, int tag) {
 }
 
 WorkPtr CollectiveBackend::exchange_with(Operation operation, Tensors& tensors, int peer, int tag,
-                                        OpType type) {
+                                         OpType type) {
   auto call = make_rooted_call(operation, peer);
   call.tag = tag;
   check_count(call, "tensors", tensors.size(), 1);
@@ -374,8 +375,8 @@ WorkPtr CollectiveBackend::submit(Call call, OpType type, milliseconds timeout) 
 }
 
 BackendPtr CollectiveBackend::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,
-                                   const std::vector<int>& ranks,
-                                   const c10::intrusive_ptr<c10d::Backend::Options>& /*options*/) {
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<c10d::Backend::Options>& /*options*/) {
   auto seen = ranks;
   std::sort(seen.begin(), seen.end());
   if (ranks.empty() || seen.front() < 0 || seen.back() >= size_ ||

@@ -98,7 +98,8 @@ class CollectiveBackend : public c10d::Backend {
             const std::vector<std::int64_t>& sizes) const;
 
   WorkPtr submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout);
-  WorkPtr exchange_with(Operation operation, Tensors& tensors, int peer, int tag, c10d::OpType type);
+  WorkPtr exchange_with(Operation operation, Tensors& tensors, int peer, int tag,
+                        c10d::OpType type);
 
   std::chrono::milliseconds timeout_;
 };

@@ -40,14 +40,14 @@ FailurePtr mismatch_failure(const std::string& mismatch) {
 
 FailurePtr timeout_failure(const Call& call, std::uint64_t sequence,
                            const std::vector<int>& missing, std::chrono::milliseconds timeout,
-                           const std::string& mismatch) {
+                           const std::string& mismatch, const char* omission) {
   const auto number = call.is_transfer() ? std::string() : fmt::format(", number {},", sequence);
   return make_failure(
       Failure::Kind::kTimeout,
       fmt::format(
-          "{}{} timed out: {} did not arrive within {} ms.{} Find out what keeps {}, or "
+          "{}{} timed out: {} {} within {} ms.{} Find out what keeps {}, or "
           "raise the timeout.",
-          describe(call), number, describe_ranks(missing), timeout.count(),
+          describe(call), number, describe_ranks(missing), omission, timeout.count(),
           mismatch.empty() ? "" : fmt::format(" Those that did do not agree: {}.", mismatch),
           missing.size() == 1 ? "it" : "them"));
 }

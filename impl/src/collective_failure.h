@@ -32,7 +32,7 @@ FailurePtr mismatch_failure(const std::string& mismatch);
 /// `call` waited for `missing` in vain. `mismatch` says how those that did come differ, or nothing.
 FailurePtr timeout_failure(const Call& call, std::uint64_t sequence,
                            const std::vector<int>& missing, std::chrono::milliseconds timeout,
-                           const std::string& mismatch);
+                           const std::string& mismatch, const char* omission = "did not arrive");
 
 FailurePtr left_failure(int rank, const std::string& reason);
 FailurePtr abort_failure(int rank);

@@ -35,8 +35,7 @@ class InProcessBackend : public CollectiveBackend {
   WorkPtr post(Call call, c10d::OpType type, milliseconds timeout) override;
   BackendPtr split_into(const std::vector<int>& ranks, int place) override {
     return c10::make_intrusive<InProcessBackend>(place, static_cast<int>(ranks.size()),
-                                                 rendezvous_->split(ranks, rank_),
-                                                 this->timeout());
+                                                 rendezvous_->split(ranks, rank_), this->timeout());
   }
 
  private:
