@@ -10,18 +10,23 @@
 #include "fsdp/errors.h"
 #include "fsdp/process_group.h"
 
+// This thread's label. By this name the program and the backends that it loads from shared
+// libraries, which contain this code too, find the same one (impl/CMakeLists.txt has the program
+// export it).
+extern "C" std::string_view* fsdp_current_label() {
+  thread_local std::string_view label;
+  return &label;
+}
+
 namespace fsdp {
-namespace {
-thread_local std::string_view current_label;
-}  // namespace
 
 CollectiveLabel::CollectiveLabel(std::string_view text)
-    : previous_(std::exchange(current_label, text)) {}
+    : previous_(std::exchange(*fsdp_current_label(), text)) {}
 CollectiveLabel::~CollectiveLabel() {
-  current_label = previous_;
+  *fsdp_current_label() = previous_;
 }
 std::string_view CollectiveLabel::current() {
-  return current_label;
+  return *fsdp_current_label();
 }
 
 BackendPtr split_group(const BackendPtr& world, const std::vector<int>& ranks) {

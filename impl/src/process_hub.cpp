@@ -362,6 +362,7 @@ void Hub::apply(Group& group, const Group::Breach& breach) {
   if (breach.rank != kEveryRank) {
     return;
   }
+  has_failed_ = true;
   // Whoever broke the group sends no more data of these either. Transfers that both sides have
   // called still come to their end, unless somebody is stuck.
   const auto kind = breach.failure->kind;
@@ -616,8 +617,9 @@ void Hub::run_until_closed() {
         flush_until = now + kLongestFlush;
       }
       if (transport_->is_flushed() || now >= flush_until) {
+        const bool has_failed = has_failed_;
         lock.unlock();
-        transport_->close();
+        transport_->close(has_failed);
         return;
       }
     }

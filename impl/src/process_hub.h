@@ -225,6 +225,7 @@ class Hub : public Transport::Receiver, public std::enable_shared_from_this<Hub>
   bool is_closing_ = false;
   bool has_ended_ = false;
   in_process::FailurePtr broken_;  // if the transport is
+  bool has_failed_ = false;        // a group was broken, by other means than by being left
 
   std::vector<ExchangePtr> moving_;  // of the thread
   // Since when the thread has been inside the transport, in ticks of the clock; 0 if it is not.

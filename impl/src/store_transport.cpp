@@ -162,7 +162,7 @@ void StoreTransport::fill(const ChannelKey& key) {
   }
 }
 
-void StoreTransport::close() {
+void StoreTransport::close(bool /*has_failed*/) {
   if (world_size_ > 1) {
     mailbox_.close();
   }

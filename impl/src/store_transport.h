@@ -22,7 +22,7 @@ class StoreTransport : public Transport {
   void cancel(const RequestPtr& request) override;
   bool progress(Receiver& receiver) override;
   bool is_flushed() const override { return outgoing_.empty(); }
-  void close() override;
+  void close(bool has_failed) override;
 
  private:
   // A message, or if that is null a stretch of which `done` bytes have been sent.

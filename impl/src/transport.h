@@ -73,7 +73,8 @@ class Transport {
   /// Whether all that was posted and sent is out of this process's hands.
   virtual bool is_flushed() const = 0;
   /// Called once at the end, if the transport is not broken: nobody expects anything of this rank.
-  virtual void close() {}
+  /// If a group has failed, other ranks may not come so far.
+  virtual void close(bool /*has_failed*/) {}
 };
 
 }  // namespace fsdp::processes
