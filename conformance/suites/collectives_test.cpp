@@ -580,6 +580,542 @@ const RegisterBody kLarge("large", [](Rank& rank) {
   }
 });
 
+fsdp::BackendPtr make_group(const std::string& backend);
+
+// ---- The same bits as in_process ----------------------------------------------------------------
+
+// Numbers whose sum depends on the order in which they are added.
+const RegisterBody kSameBits("same_bits", [](Rank& rank) {
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
+    for (const std::int64_t numel : {3, 1000, 70000}) {
+      for (const auto reduction : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT}) {
+        const auto input_of = [&](int other) {
+          auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + other);
+          auto values = torch::randn({numel * rank.size}, generator, torch::kDouble);
+          return (values * torch::randn({numel * rank.size}, generator, torch::kDouble).exp())
+              .to(dtype);
+        };
+        const auto compute = [&](Rank& each) {
+          const auto shared = input_of(each.rank);
+          const auto piece = torch::zeros({numel}, dtype);
+          const auto rooted = input_of(each.rank);
+          auto first = all_reduce(each.group, shared, reduction);
+          auto second = reduce_scatter(each, piece, input_of(each.rank), reduction);
+          auto third = reduce(each, rooted, each.size - 1, reduction);
+          first->wait();
+          second->wait();
+          third->wait();
+          return torch::cat({shared, piece, rooted});
+        };
+        Tensor want;
+        fsdp::run_ranks(rank.size, [&](fsdp::RankContext& context) {
+          Rank thread(context.process_group, "in_process");
+          const auto result = compute(thread);
+          if (context.rank == rank.rank) {
+            want = result;
+          }
+        });
+        rank.check(same_bits(compute(rank), want),
+                   name_of(reduction) + " of " + std::to_string(numel) + " " +
+                       c10::toString(dtype) + " differs from in_process");
+      }
+    }
+  }
+});
+
+// ---- Memory, asynchrony, groups -----------------------------------------------------------------
+
+const RegisterBody kOverlaps("overlaps", [](Rank& rank) {
+  const int me = rank.rank;
+  const int size = rank.size;
+  // Small enough to travel with the call, and not.
+  for (const std::int64_t numel : {100, 30000}) {
+    const auto of = [&](int other, std::int64_t count) {
+      return make(count, torch::kFloat, [=](auto i) { return value(other, i, 1); });
+    };
+    const auto next = (me + 1) % size;
+    Tensors every;
+    Tensors exchanged;
+    Tensor sum = torch::zeros({numel * size});
+    for (int other = 0; other < size; ++other) {
+      every.push_back(of(other, numel));
+      sum += of(other, numel * size);
+      exchanged.push_back(pieces_of(of(other, numel * size), size)[me]);
+    }
+    for (const int place : {me, next}) {
+      const auto gathered = torch::full({numel * size}, -1.0);
+      const auto input = gathered.narrow(0, place * numel, numel);
+      input.copy_(every[me]);
+      all_gather(rank, gathered, input)->wait();
+      rank.check(same_bits(gathered, torch::cat(every)), "all_gather from its own output");
+
+      const auto scattered = of(me, numel * size);
+      const auto output = scattered.narrow(0, place * numel, numel);
+      reduce_scatter(rank, output, scattered)->wait();
+      rank.check(same_bits(output, pieces_of(sum, size)[me]), "reduce_scatter into its own input");
+    }
+    const auto both = of(me, numel * size);
+    all_to_all(rank, both, both)->wait();
+    rank.check(same_bits(both, torch::cat(exchanged)), "all_to_all in place");
+
+    // Uneven: rank s gives rank d s + d rows of `numel`.
+    std::vector<std::int64_t> sizes;
+    Tensors given;
+    Tensors wanted;
+    for (int other = 0; other < size; ++other) {
+      sizes.push_back(me + other);
+      given.push_back(torch::full({me + other, numel}, 10.0 * me + other));
+      wanted.push_back(torch::full({other + me, numel}, 10.0 * other + me));
+    }
+    const auto taken = torch::full_like(torch::cat(wanted), -1);
+    all_to_all(rank, taken, torch::cat(given), sizes, sizes)->wait();
+    rank.check(same_bits(taken, torch::cat(wanted)), "all_to_all with uneven sizes");
+
+    Tensors whole;
+    Tensors pieces;
+    Tensors shared;
+    for (const std::int64_t count : {std::int64_t{5}, std::int64_t{0}, numel}) {
+      whole.push_back(torch::zeros({count * size}));
+      pieces.push_back(torch::full({count}, me + 1.0));
+      shared.push_back(torch::full({count}, me + 1.0));
+    }
+    rank.group->allgather_into_tensor_coalesced(whole, pieces)->wait();
+    rank.group->reduce_scatter_tensor_coalesced(pieces, whole)->wait();
+    rank.group->allreduce_coalesced(shared)->wait();
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      const auto count = pieces[i].numel();
+      rank.check(
+          same_bits(whole[i], torch::arange(1, size + 1, torch::kFloat).repeat_interleave(count)),
+          "coalesced all_gather");
+      rank.check(same_bits(pieces[i], torch::full({count}, size * (me + 1.0))),
+                 "coalesced reduce_scatter");
+      rank.check(same_bits(shared[i], torch::full({count}, size * (size + 1) / 2.0)),
+                 "coalesced all_reduce");
+    }
+  }
+});
+
+const RegisterBody kAsynchrony("asynchrony", [](Rank& rank) {
+  const int me = rank.rank;
+  const int size = rank.size;
+  const auto sum_of_ranks = size * (size - 1) / 2.0;
+  // Many at once, of several groups, waited for in another order on each rank. Every other one is
+  // too large to travel with the call.
+  const auto other_group = rank.group->split(
+      nullptr,
+      [&] {
+        std::vector<int> reversed;
+        for (int other = size - 1; other >= 0; --other) {
+          reversed.push_back(other);
+        }
+        return reversed;
+      }(),
+      nullptr);
+  rank.check(other_group->getRank() == size - 1 - me, "its place in a group in another order");
+  std::vector<WorkPtr> works;
+  Tensors tensors;
+  constexpr int kCount = 60;
+  for (int i = 0; i < kCount; ++i) {
+    tensors.push_back(torch::full({i % 2 == 0 ? 17 : 20000}, 1.0 * i + me));
+    works.push_back(all_reduce(i % 3 == 0 ? other_group : rank.group, tensors.back()));
+  }
+  for (int i = 0; i < kCount; ++i) {
+    const int which = me % 2 == 0 ? i : kCount - 1 - i;
+    works[which]->wait();
+    rank.check(tensors[which].eq(1.0 * which * size + sum_of_ranks).all().item<bool>(),
+               "all_reduce number " + std::to_string(which) + " of many on their way");
+  }
+
+  // Nothing stalls while a rank is busy with other things.
+  rank.group->barrier()->wait();
+  const auto start = steady_clock::now();
+  const auto large = torch::full({2000000}, 1.0 * me);
+  auto work = all_reduce(rank.group, large);
+  if (me == 0) {
+    std::this_thread::sleep_for(4s);
+    rank.check(work->isCompleted() && work->isSuccess(), "an all_reduce went on while it computed");
+  } else {
+    work->wait();
+    rank.check(steady_clock::now() - start < 3s, "an all_reduce waited for a rank that computes");
+  }
+  work->wait();
+  rank.check(large.eq(sum_of_ranks).all().item<bool>(), "all_reduce of a large tensor");
+
+  // By polling alone, and not before all have come.
+  if (me == 0) {
+    auto polled = rank.group->barrier();
+    std::this_thread::sleep_for(50ms);
+    rank.check(size == 1 || !polled->isCompleted(), "a barrier was over before all had come");
+    receive(rank, large, 0, 5);  // to be met by the next line
+    send(rank, large, 0, 5)->wait();
+    all_reduce(rank.group, large);  // dropped, and done all the same
+    while (!polled->isCompleted()) {
+      std::this_thread::sleep_for(1ms);
+    }
+    rank.check(polled->isSuccess() && polled->exception() == nullptr, "a polled barrier");
+  } else {
+    std::this_thread::sleep_for(200ms);
+    rank.group->barrier()->wait();
+    all_reduce(rank.group, large);
+  }
+  const auto last = torch::ones({3});
+  all_reduce(rank.group, last)->wait();
+  const auto kept = torch::ones({6});
+  auto gathered = torch::zeros({6 * size});
+  auto final_work = all_gather(rank, gathered, kept);
+  final_work->wait();
+  rank.check(kept.use_count() == 1, "an input is let go when the collective is done");
+  rank.check(final_work->result().size() == 1 && final_work->result()[0].is_same(gathered),
+             "the result is the output");
+});
+
+const RegisterBody kMesh("mesh", [](Rank& rank) {
+  const auto mesh = fsdp::make_device_mesh(rank.group, 2);
+  const int shards = rank.size / 2;
+  const int replica = rank.rank / shards;
+  for (int round = 0; round < 20; ++round) {
+    const auto row = torch::full({round % 2 == 0 ? 8 : 9000}, rank.rank + 1.0);
+    const auto column = row.clone();
+    // Started in another order on every other rank: they are groups of their own.
+    WorkPtr first;
+    WorkPtr second;
+    if (rank.rank % 2 == 0) {
+      first = all_reduce(mesh.shard, row);
+      second = all_reduce(mesh.replicate, column);
+    } else {
+      second = all_reduce(mesh.replicate, column);
+      first = all_reduce(mesh.shard, row);
+    }
+    first->wait();
+    second->wait();
+    double row_sum = 0;
+    for (int j = 0; j < shards; ++j) {
+      row_sum += replica * shards + j + 1.0;
+    }
+    const double column_sum = 2.0 * (rank.rank % shards + 1) + shards;
+    rank.check(row.eq(row_sum).all().item<bool>(), "all_reduce over the shards");
+    rank.check(column.eq(column_sum).all().item<bool>(), "all_reduce over the replicas");
+  }
+});
+
+const RegisterBody kTransfers("transfers", [](Rank& rank) {
+  // To the last rank from each of the others: with tag 7 first 10 r + 1 then 10 r + 2, with tag 8
+  // 10 r + 3. They are received in another order than they were sent in.
+  const int last = rank.size - 1;
+  for (const std::int64_t numel : {3, 50000}) {
+    if (rank.rank < last) {
+      const double base = 10.0 * rank.rank;
+      std::vector<WorkPtr> works = {send(rank, torch::full({numel}, base + 1), last, 7),
+                                    send(rank, torch::full({numel}, base + 2), last, 7),
+                                    send(rank, torch::full({numel}, base + 3), last, 8)};
+      for (const auto& work : works) {
+        work->wait();
+      }
+      continue;
+    }
+    for (int sender = last - 1; sender >= 0; --sender) {
+      Tensors taken = {torch::zeros({numel}), torch::zeros({numel}), torch::zeros({numel})};
+      receive(rank, taken[2], sender, 8)->wait();
+      receive(rank, taken[0], sender, 7)->wait();
+      receive(rank, taken[1], sender, 7)->wait();
+      for (int i = 0; i < 3; ++i) {
+        rank.check(same_bits(taken[i], torch::full({numel}, 10.0 * sender + 1 + i)),
+                   "transfer " + std::to_string(i) + " from rank " + std::to_string(sender));
+      }
+    }
+  }
+});
+
+// ---- Ranks that do not agree, do not come, or leave ---------------------------------------------
+
+// A group of all ranks that may be broken without harm to the others.
+fsdp::BackendPtr part_of(Rank& rank, milliseconds timeout = 30s) {
+  std::vector<int> everyone;
+  for (int other = 0; other < rank.size; ++other) {
+    everyone.push_back(other);
+  }
+  auto part = rank.group->split(nullptr, everyone, nullptr);
+  part->setTimeout(timeout);
+  return part;
+}
+
+template <typename E>
+void expect_error(Rank& rank, const std::string& what, const std::vector<std::string>& says,
+                  const std::function<WorkPtr()>& call) {
+  std::string message;
+  try {
+    call()->wait();
+    rank.check(false, what + ": no error");
+    return;
+  } catch (const E& error) {
+    message = error.what();
+  } catch (const std::exception& error) {
+    rank.check(false, what + ": another error: " + error.what());
+    return;
+  }
+  for (const auto& part : says) {
+    rank.check(message.find(part) != std::string::npos,
+               what + ": wanted \"" + part + "\" in \"" + message + "\"");
+  }
+}
+
+const RegisterBody kMismatches("mismatches", [](Rank& rank) {
+  struct Kind {
+    std::string name;
+    std::function<WorkPtr(Rank&)> odd_one;  // what rank 1 calls
+    std::string says;
+  };
+  const auto large = 50000;
+  // The others call all_reduce(sum, Float, 4 elements) for unit.a.
+  const std::vector<Kind> kinds = {
+      {"operation", [](Rank& r) { return broadcast(r, torch::ones({4}), 0); },
+       "rank 1 called broadcast(Float, 4 elements, root 0)"},
+      {"no tensor", [](Rank& r) { return r.group->barrier(); }, "rank 1 called barrier()"},
+      {"dtype", [](Rank& r) { return all_reduce(r.group, torch::ones({4}, torch::kHalf)); },
+       "rank 1 called all_reduce(sum, Half, 4 elements)"},
+      {"size", [](Rank& r) { return all_reduce(r.group, torch::ones({5})); },
+       "rank 1 called all_reduce(sum, Float, 5 elements)"},
+      {"a large size", [=](Rank& r) { return all_reduce(r.group, torch::ones({large})); },
+       "rank 1 called all_reduce(sum, Float, 50000 elements)"},
+      {"reduction", [](Rank& r) { return all_reduce(r.group, torch::ones({4}), ReduceOp::AVG); },
+       "rank 1 called all_reduce(mean, Float, 4 elements)"},
+      {"label",
+       [](Rank& r) {
+         const fsdp::CollectiveLabel label("unit.b");
+         return all_reduce(r.group, torch::ones({4}));
+       },
+       "rank 1 called all_reduce(sum, Float, 4 elements) for unit.b"},
+  };
+  for (const auto& kind : kinds) {
+    Rank part(part_of(rank), rank.backend);
+    const auto tensor = torch::full({4}, rank.rank + 1.0);
+    expect_error<fsdp::MismatchError>(rank, kind.name,
+                                      {kind.says, "rank " + std::to_string(rank.rank) + ":",
+                                       "all_reduce(sum, Float, 4 elements) for unit.a"},
+                                      [&] {
+                                        const fsdp::CollectiveLabel label("unit.a");
+                                        return rank.rank == 1 ? kind.odd_one(part)
+                                                              : all_reduce(part.group, tensor);
+                                      });
+    rank.check(same_bits(tensor, torch::full({4}, rank.rank + 1.0)),
+               kind.name + ": the tensor was changed");
+    expect_error<fsdp::MismatchError>(rank, kind.name + ", again", {kind.says},
+                                      [&] { return part.group->barrier(); });
+  }
+  {
+    // Two collectives of the same size for different units, in another order.
+    Rank part(part_of(rank), rank.backend);
+    expect_error<fsdp::MismatchError>(rank, "order", {"for unit.a", "for unit.b"}, [&] {
+      std::vector<WorkPtr> works;
+      for (const auto* unit :
+           {rank.rank == 1 ? "unit.b" : "unit.a", rank.rank == 1 ? "unit.a" : "unit.b"}) {
+        const fsdp::CollectiveLabel label(unit);
+        works.push_back(all_reduce(part.group, torch::ones({4})));
+      }
+      return works.front();
+    });
+  }
+  {
+    Rank part(part_of(rank), rank.backend);
+    expect_error<fsdp::MismatchError>(
+        rank, "root", {"rank 1 called broadcast(Float, 2 elements, root 1)", "root 0)"},
+        [&] { return broadcast(part, torch::ones({2}), rank.rank == 1 ? 1 : 0); });
+  }
+  if (rank.rank < 2) {
+    Rank pair(rank.group->split(nullptr, {0, 1}, nullptr), rank.backend);
+    expect_error<fsdp::MismatchError>(
+        rank, "split sizes", {"rank 0 gives rank 1 2 elements", "rank 1 takes 1"}, [&] {
+          return rank.rank == 0
+                     ? all_to_all(pair, torch::ones({3}), torch::ones({3}), {1, 2}, {1, 2})
+                     : all_to_all(pair, torch::ones({4}), torch::ones({4}), {1, 3}, {2, 2});
+        });
+    Rank other(rank.group->split(nullptr, {0, 1}, nullptr), rank.backend);
+    expect_error<fsdp::MismatchError>(rank, "transfer",
+                                      {"rank 0 called send(Float, 3 elements, to rank 1, tag 0)",
+                                       "rank 1 called recv(Float, 4 elements, from rank 0, tag 0)"},
+                                      [&] {
+                                        return rank.rank == 0 ? send(other, torch::ones({3}), 1)
+                                                              : receive(other, torch::ones({4}), 0);
+                                      });
+  }
+  // The group that all this was split from still works.
+  const auto tensor = torch::ones({2});
+  all_reduce(rank.group, tensor)->wait();
+  rank.check(tensor.eq(rank.size).all().item<bool>(), "all_reduce in the whole group");
+});
+
+const RegisterBody kMissing("missing", [](Rank& rank) {
+  {
+    Rank part(part_of(rank, 400ms), rank.backend);
+    part.group->barrier()->wait();
+    if (rank.rank == 1) {
+      std::this_thread::sleep_for(1200ms);
+    }
+    const auto start = steady_clock::now();
+    expect_error<fsdp::TimeoutError>(
+        rank, "a rank that comes too late",
+        {"all_reduce(sum, Float, 4 elements)", "number 1", "rank 1 did not arrive within 400 ms"},
+        [&] { return all_reduce(part.group, torch::ones({4})); });
+    rank.check(steady_clock::now() - start < 1s, "the timeout took too long");
+    expect_error<fsdp::TimeoutError>(rank, "after a timeout", {"rank 1 did not arrive"},
+                                     [&] { return part.group->barrier(); });
+  }
+  {
+    Rank part(part_of(rank, 400ms), rank.backend);
+    if (rank.rank == 0) {
+      expect_error<fsdp::TimeoutError>(
+          rank, "recv without a send",
+          {"recv(Float, 4 elements, from rank 2, tag 0)", "rank 2 did not arrive"},
+          [&] { return receive(part, torch::ones({4}), 2); });
+    } else {
+      expect_error<fsdp::TimeoutError>(rank, "a timeout of another rank's recv",
+                                       {"rank 2 did not arrive"}, [&] {
+                                         std::this_thread::sleep_for(800ms);
+                                         return part.group->barrier();
+                                       });
+    }
+  }
+  {
+    Rank part(part_of(rank), rank.backend);
+    if (rank.rank == 0) {
+      auto work = part.group->barrier();
+      expect_error<fsdp::TimeoutError>(rank, "the timeout of a wait", {"within 150 ms"},
+                                       [&]() -> WorkPtr {
+                                         work->wait(150ms);
+                                         return work;
+                                       });
+      rank.check(!work->isSuccess() && work->exception() != nullptr, "a failed work says so");
+    }
+  }
+  rank.group->barrier()->wait();
+});
+
+const RegisterBody kLeaving("leaving", [](Rank& rank) {
+  {
+    Rank part(part_of(rank), rank.backend);
+    part.group->barrier()->wait();
+    const auto tensor = torch::full({100}, rank.rank + 1.0);
+    if (rank.rank == 2) {
+      // What a rank posted before it left is still done, large or small.
+      auto work = all_reduce(part.group, tensor);
+      auto transfer = send(part, torch::full({4}, 9.0), 0);
+      auto long_transfer = send(part, torch::full({60000}, 8.0), 0, 1);
+      fsdp::leave_group(*part.group, "the data ran out");
+      fsdp::leave_group(*part.group, "only the first reason counts");
+      expect_error<fsdp::PeerError>(rank, "a call after leaving", {"rank 2 left the group"},
+                                    [&] { return part.group->barrier(); });
+      work->wait();
+      transfer->wait();
+      long_transfer->wait();
+    } else {
+      std::this_thread::sleep_for(100ms);
+      all_reduce(part.group, tensor)->wait();
+      if (rank.rank == 0) {
+        const auto taken = torch::zeros({4});
+        const auto large = torch::zeros({60000});
+        receive(part, taken, 2)->wait();
+        receive(part, large, 2, 1)->wait();
+        rank.check(taken.eq(9.0).all().item<bool>() && large.eq(8.0).all().item<bool>(),
+                   "what was sent before leaving");
+        expect_error<fsdp::PeerError>(rank, "recv from a rank that left", {"rank 2 left the group"},
+                                      [&] { return receive(part, taken, 2); });
+      }
+      expect_error<fsdp::PeerError>(rank, "a collective without the rank that left",
+                                    {"rank " + std::to_string(rank.rank) + ": ", "all_reduce",
+                                     "rank 2 left the group: the data ran out"},
+                                    [&] { return all_reduce(part.group, tensor); });
+      // What needs only the others still works.
+      if (rank.rank == 0) {
+        send(part, tensor, 1)->wait();
+      } else if (rank.rank == 1) {
+        receive(part, tensor, 0)->wait();
+      }
+    }
+    rank.check(tensor[0].item<float>() == rank.size * (rank.size + 1) / 2.0F,
+               "all_reduce of a rank that left after it");
+  }
+  {
+    // Who leaves a group leaves those that were split from it, before or after.
+    const auto part = part_of(rank);
+    Rank inner(part, rank.backend);
+    const auto before = part_of(inner);
+    rank.group->barrier()->wait();
+    if (rank.rank == 1) {
+      fsdp::leave_group(*part, "enough");
+    }
+    rank.group->barrier()->wait();
+    const auto after = part_of(inner);
+    for (const auto& group : {before, after}) {
+      expect_error<fsdp::PeerError>(rank, "a group split from the one that was left",
+                                    {"rank 1 left the group: enough"},
+                                    [&] { return group->barrier(); });
+    }
+  }
+  {
+    // A group that is destroyed is left, and one that is aborted is broken for all.
+    auto part = part_of(rank);
+    const auto other = part_of(rank);
+    part->barrier()->wait();
+    if (rank.rank == 0) {
+      part.reset();
+      other->abort();
+    } else {
+      expect_error<fsdp::PeerError>(rank, "a destroyed group", {"rank 0 left the group"},
+                                    [&] { return part->barrier(); });
+      expect_error<fsdp::PeerError>(rank, "an aborted group", {"rank 0 aborted the group"},
+                                    [&] { return other->barrier(); });
+    }
+  }
+  rank.group->barrier()->wait();
+});
+
+// Rank 1 goes in one of several ways while the others are in a collective. They say what they saw.
+const RegisterBody kGoing("going", [](Rank& rank) {
+  const auto way = variable("SHARDPROOF_WAY");
+  rank.group->barrier()->wait();
+  const auto tensor = torch::ones({way == "stop_in_data" ? 4000000 : 4});
+  if (rank.rank == 1) {
+    if (way == "kill") {
+      ::raise(SIGKILL);
+    } else if (way == "stop") {
+      ::raise(SIGSTOP);
+    } else if (way == "stop_in_data") {
+      auto work = all_reduce(rank.group, tensor);
+      std::this_thread::sleep_for(3ms);
+      ::raise(SIGSTOP);
+    } else if (way == "throw") {
+      throw std::runtime_error("out of patience");
+    }
+    return;
+  }
+  try {
+    for (int i = 0; i < 1000; ++i) {
+      all_reduce(rank.group, tensor)->wait();
+    }
+    std::cout << "rank " << rank.rank << " saw nothing\n";
+  } catch (const fsdp::TimeoutError& error) {
+    std::cout << "TimeoutError " << error.what() << "\n" << std::flush;
+  } catch (const fsdp::PeerError& error) {
+    std::cout << "PeerError " << error.what() << "\n" << std::flush;
+  } catch (const std::exception& error) {
+    std::cout << "another error: " << error.what() << "\n" << std::flush;
+  }
+});
+
+// The group is destroyed with calls on their way, and made again: what follows is not disturbed.
+const RegisterBody kAgain("again", [](Rank& rank) {
+  auto backend = rank.backend;
+  for (int round = 0; round < 10; ++round) {
+    rank.group.reset();
+    rank.group = make_group(backend);
+    const auto tensor = torch::full({round % 2 == 0 ? 5 : 50000}, 1.0 * round + rank.rank);
+    all_reduce(rank.group, tensor)->wait();
+    rank.check(tensor.eq(rank.size * round + rank.size * (rank.size - 1) / 2.0).all().item<bool>(),
+               "all_reduce of group " + std::to_string(round));
+    all_reduce(rank.group, tensor);  // not waited for
+  }
+});
+
 // ---- Backends and their ranks -------------------------------------------------------------------
 
 struct MpiLibrary {
@@ -702,6 +1238,14 @@ class Launch {
   c10::intrusive_ptr<c10d::TCPStore> store;
 };
 
+int times_said(const std::string& output, const std::string& text) {
+  int times = 0;
+  for (auto at = output.find(text); at != std::string::npos; at = output.find(text, at + 1)) {
+    ++times;
+  }
+  return times;
+}
+
 void expect_all_held(const std::string& backend, int size, const std::string& body,
                      milliseconds timeout = 120s) {
   if (backend == "in_process") {
@@ -723,11 +1267,13 @@ void expect_all_held(const std::string& backend, int size, const std::string& bo
   }
   Launch launch(backend, size, body);
   const auto ended = launch.processes.wait(timeout);
+  int ranks_that_held = 0;
   for (const auto& each : ended) {
     EXPECT_FALSE(each.was_late) << each.output;
     EXPECT_EQ(each.exit_code, 0) << each.output;
-    EXPECT_NE(each.output.find("all held"), std::string::npos) << each.output;
+    ranks_that_held += times_said(each.output, "all held");
   }
+  EXPECT_EQ(ranks_that_held, size);
   EXPECT_EQ(launch.processes.left_behind(), std::vector<pid_t>());
   if (const auto table = ended[0].output.find("cells of"); table != std::string::npos) {
     std::cout << ended[0].output.substr(table);
@@ -758,6 +1304,116 @@ INSTANTIATE_TEST_SUITE_P(Collectives, EveryBackend,
                          testing::Combine(testing::ValuesIn(all_backends()),
                                           testing::Values(1, 2, 3, 4, 5)),
                          name_of_case);
+
+class OfFour : public testing::TestWithParam<std::string> {};
+
+TEST_P(OfFour, SumsMeansAndProductsHaveTheBitsOfInProcess) {
+  expect_all_held(GetParam(), 4, "same_bits");
+}
+
+TEST_P(OfFour, ResultsMayLieOverInputsAndPiecesMayBeUneven) {
+  expect_all_held(GetParam(), 4, "overlaps");
+}
+
+TEST_P(OfFour, CollectivesGoOnWhileARankComputesAndMayBeWaitedForInAnyOrder) {
+  expect_all_held(GetParam(), 4, "asynchrony");
+}
+
+TEST_P(OfFour, AMeshOfGroupsWorksInAnyOrder) {
+  expect_all_held(GetParam(), 4, "mesh");
+}
+
+TEST_P(OfFour, SendsAndReceivesMatchBySenderAndTagInOrder) {
+  expect_all_held(GetParam(), 4, "transfers");
+}
+
+TEST_P(OfFour, CallsThatDoNotMatchEndEveryRankWithAMismatchError) {
+  expect_all_held(GetParam(), 4, "mismatches");
+}
+
+TEST_P(OfFour, ATimeoutNamesTheRanksThatAreMissing) {
+  expect_all_held(GetParam(), 4, "missing");
+}
+
+TEST_P(OfFour, ARankThatLeavesEndsWhatNeedsItAndNothingElse) {
+  expect_all_held(GetParam(), 4, "leaving");
+}
+
+INSTANTIATE_TEST_SUITE_P(Collectives, OfFour, testing::ValuesIn(all_backends()),
+                         [](const auto& info) { return info.param; });
+
+std::vector<std::string> process_backends() {
+  auto names = all_backends();
+  names.erase(names.begin());
+  return names;
+}
+
+class OfProcesses : public testing::TestWithParam<std::string> {
+ protected:
+  static constexpr milliseconds kTimeout = 3s;
+
+  // Every rank ends within twice the timeout, from when the first was ready, and none is left.
+  std::string output_of_going(const std::string& way, const std::vector<int>& stopped = {}) {
+    Launch launch(
+        GetParam(), 4, "going",
+        {{"SHARDPROOF_WAY", way}, {"SHARDPROOF_TIMEOUT_MS", std::to_string(kTimeout.count())}});
+    EXPECT_TRUE(launch.processes.wait_for_output(0, "ready", 30s));
+    const bool is_store = GetParam() == "store";
+    std::string output;
+    // A stopped process ends when it is killed; under mpirun the others see to that.
+    const auto ended = launch.processes.wait(2 * kTimeout);
+    for (int i = 0; i < static_cast<int>(ended.size()); ++i) {
+      const bool may_be_late =
+          is_store && std::find(stopped.begin(), stopped.end(), i) != stopped.end();
+      EXPECT_EQ(ended[i].was_late, may_be_late) << ended[i].output;
+      output += ended[i].output;
+    }
+    EXPECT_EQ(launch.processes.left_behind(), std::vector<pid_t>()) << output;
+    return output;
+  }
+};
+
+TEST_P(OfProcesses, GroupsAreMadeAgainAfterTheyWereDestroyed) {
+  expect_all_held(GetParam(), 3, "again");
+}
+
+TEST_P(OfProcesses, ARankThatIsKilledEndsTheOthersInTime) {
+  const auto output = output_of_going("kill");
+  if (GetParam() == "store") {
+    EXPECT_EQ(times_said(output, "TimeoutError rank"), 3) << output;
+    EXPECT_EQ(times_said(output, "rank 1 did not arrive within 3000 ms"), 3) << output;
+  }
+}
+
+TEST_P(OfProcesses, ARankThatIsStoppedEndsTheOthersInTime) {
+  const auto output = output_of_going("stop", {1});
+  EXPECT_EQ(times_said(output, "TimeoutError rank"), 3) << output;
+  EXPECT_EQ(times_said(output, "rank 1 did not arrive within 3000 ms"), 3) << output;
+}
+
+TEST_P(OfProcesses, ARankThatIsStoppedWhileItsDataMovesEndsTheOthersInTime) {
+  const auto output = output_of_going("stop_in_data", {1});
+  EXPECT_EQ(times_said(output, "TimeoutError rank"), 3) << output;
+  // Which of the others notices first, and whether the stopped rank's call came through, is open.
+  EXPECT_GE(times_said(output, "rank 1 "), 3) << output;
+}
+
+TEST_P(OfProcesses, ARankThatReturnsEarlyEndsTheOthers) {
+  const auto output = output_of_going("return");
+  EXPECT_EQ(times_said(output, "PeerError rank"), 3) << output;
+  EXPECT_EQ(times_said(output, "rank 1 left the group: its backend was destroyed"), 3) << output;
+}
+
+TEST_P(OfProcesses, ARankThatThrowsEndsTheOthers) {
+  const auto output = output_of_going("throw");
+  EXPECT_EQ(times_said(output, "rank 1: it threw: out of patience"), 1) << output;
+  if (GetParam() == "store") {  // mpirun may end the others before they can say anything
+    EXPECT_EQ(times_said(output, "PeerError rank"), 3) << output;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Collectives, OfProcesses, testing::ValuesIn(process_backends()),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 

@@ -109,6 +109,7 @@ void MpiWorld::end() {
       }
     });
   }
+  take_the_last_messages();
   MPI_Finalize();
   {
     const std::lock_guard lock(mutex);
@@ -117,6 +118,29 @@ void MpiWorld::end() {
   done.notify_all();
   if (watchdog.joinable()) {
     watchdog.join();
+  }
+}
+
+// Once all ranks have come here, nobody sends anything any more. Some MPIs warn of messages that
+// nobody has taken.
+void MpiWorld::take_the_last_messages() {
+  const std::lock_guard lock(mutex_);
+  MPI_Request all_here = MPI_REQUEST_NULL;
+  if (MPI_Ibarrier(communicator_, &all_here) != MPI_SUCCESS) {
+    return;
+  }
+  try {
+    int is_done = 0;
+    while (is_done == 0) {
+      if (!progress()) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      check_mpi(MPI_Test(&all_here, &is_done, MPI_STATUS_IGNORE), "MPI_Test");
+    }
+    while (progress()) {
+    }
+  } catch (const Error& error) {
+    std::fprintf(stderr, "rank %d: at the end of MPI: %s\n", rank_, error.what());
   }
 }
 

@@ -76,6 +76,7 @@ class MpiWorld {
 
   MpiWorld();
   void end();
+  void take_the_last_messages();
   void deliver(int sender);
 
   std::mutex mutex_;

@@ -26,9 +26,12 @@ constexpr std::int64_t kMaxPayload = 32 * 1024;
 // Far enough away for any wait, and near enough that adding it to the clock cannot overflow.
 constexpr milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
-// How long the end waits for the transport to hand over the last messages, which tell others that
-// may be gone themselves that this rank leaves; and then for the thread.
+// How long the end waits, at most, for the transport to hand over the last messages: they tell
+// others, which may be gone themselves, that this rank leaves.
 constexpr milliseconds kLongestFlush = std::chrono::seconds(5);
+
+// What the thread needs beside that to come to its end on a busy machine.
+constexpr milliseconds kThreadEnd = std::chrono::seconds(1);
 
 // How often a hub whose rank waits for nothing looks for messages.
 constexpr milliseconds kIdleRest = milliseconds(100);
@@ -560,6 +563,7 @@ void Hub::close(milliseconds timeout) {
     }
   }
   is_closing_ = true;
+  flush_time_ = std::min(timeout / 4, kLongestFlush);
   if (world_->ranks.size() > 1) {
     start_thread();
   }
@@ -568,7 +572,7 @@ void Hub::close(milliseconds timeout) {
   }
   orders_.notify_one();
   // A thread that is stuck in the transport is left to itself: it owns all that it uses.
-  const auto longest = std::min(timeout, kLongestFlush) + kLongestFlush;
+  const auto longest = std::min(flush_time_ + kThreadEnd, std::max(timeout, milliseconds(1)));
   const bool has_ended = over_.wait_for(lock, longest, [&] { return has_ended_; });
   lock.unlock();
   if (has_ended) {
@@ -614,7 +618,7 @@ void Hub::run_until_closed() {
     Lock lock(mutex_);
     if (is_closing_ && order_queue_.empty() && moving_.empty()) {
       if (flush_until == Clock::time_point()) {
-        flush_until = now + kLongestFlush;
+        flush_until = now + flush_time_;
       }
       if (transport_->is_flushed() || now >= flush_until) {
         const bool has_failed = has_failed_;

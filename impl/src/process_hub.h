@@ -223,6 +223,7 @@ class Hub : public Transport::Receiver, public std::enable_shared_from_this<Hub>
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> unfinished_;  // posted by this rank and not over
   bool is_closing_ = false;
+  std::chrono::milliseconds flush_time_{};  // for the last messages, once it is closing
   bool has_ended_ = false;
   in_process::FailurePtr broken_;  // if the transport is
   bool has_failed_ = false;        // a group was broken, by other means than by being left
