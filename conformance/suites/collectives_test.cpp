@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -78,6 +79,12 @@ struct RegisterBody {
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
+}
+
+// In one piece, whatever other ranks write to the same place.
+void say(const std::string& line) {
+  const auto text = line + "\n";
+  [[maybe_unused]] const auto written = ::write(STDOUT_FILENO, text.data(), text.size());
 }
 
 int number(const char* name) {
@@ -394,7 +401,7 @@ class Cells {
       refuse(dtype, ReduceOp::SUM);
     }
     if (rank_.rank == 0) {
-      std::cout << table_.text() << std::flush;
+      say(table_.text());
     }
   }
 
@@ -740,6 +747,8 @@ const RegisterBody kAsynchrony("asynchrony", [](Rank& rank) {
   }
   work->wait();
   rank.check(large.eq(sum_of_ranks).all().item<bool>(), "all_reduce of a large tensor");
+
+  rank.group->barrier()->wait();
 
   // By polling alone, and not before all have come.
   if (me == 0) {
@@ -1092,13 +1101,13 @@ const RegisterBody kGoing("going", [](Rank& rank) {
     for (int i = 0; i < 1000; ++i) {
       all_reduce(rank.group, tensor)->wait();
     }
-    std::cout << "rank " << rank.rank << " saw nothing\n";
+    say("rank " + std::to_string(rank.rank) + " saw nothing");
   } catch (const fsdp::TimeoutError& error) {
-    std::cout << "TimeoutError " << error.what() << "\n" << std::flush;
+    say(std::string("TimeoutError ") + error.what());
   } catch (const fsdp::PeerError& error) {
-    std::cout << "PeerError " << error.what() << "\n" << std::flush;
+    say(std::string("PeerError ") + error.what());
   } catch (const std::exception& error) {
-    std::cout << "another error: " << error.what() << "\n" << std::flush;
+    say(std::string("another error: ") + error.what());
   }
 });
 
@@ -1182,7 +1191,7 @@ int run_as_rank() {
   std::vector<std::string> problems;
   try {
     Rank rank(make_group(backend), backend);
-    std::cout << "ready\n" << std::flush;
+    say("ready");
     try {
       bodies().at(variable("SHARDPROOF_BODY"))(rank);
     } catch (const std::exception& error) {
@@ -1193,9 +1202,9 @@ int run_as_rank() {
     problems.push_back(error.what());
   }
   for (const auto& problem : problems) {
-    std::cout << "problem: " << problem << "\n";
+    say("problem: " + problem);
   }
-  std::cout << (problems.empty() ? "all held\n" : "some did not hold\n") << std::flush;
+  say(problems.empty() ? "all held" : "some did not hold");
   return problems.empty() ? 0 : 1;
 }
 
@@ -1203,11 +1212,20 @@ std::string own_path() {
   return std::filesystem::read_symlink("/proc/self/exe").string();
 }
 
+int times_said(const std::string& output, const std::string& text) {
+  int times = 0;
+  for (auto at = output.find(text); at != std::string::npos; at = output.find(text, at + 1)) {
+    ++times;
+  }
+  return times;
+}
+
 /// The ranks of one body, on a backend whose ranks are processes.
 class Launch {
  public:
   Launch(const std::string& backend, int size, const std::string& body,
-         RankProcesses::Variables variables = {}) {
+         RankProcesses::Variables variables = {})
+      : size_(size) {
     variables["SHARDPROOF_BACKEND"] = backend;
     variables["SHARDPROOF_BODY"] = body;
     variables["OMP_NUM_THREADS"] = "1";
@@ -1234,17 +1252,29 @@ class Launch {
     processes.start(command, variables);
   }
 
+  /// Until every rank has its group. Connecting to a TCPStore looks addresses up, which takes
+  /// seconds where no server answers.
+  bool wait_until_ready(milliseconds timeout) {
+    const auto deadline = steady_clock::now() + timeout;
+    const auto ready = [&] {
+      int count = 0;
+      for (int i = 0; i < processes.count(); ++i) {
+        count += times_said(processes.output(i), "ready\n");
+      }
+      return count == size_;
+    };
+    while (!ready() && steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(5ms);
+    }
+    return ready();
+  }
+
   RankProcesses processes;
   c10::intrusive_ptr<c10d::TCPStore> store;
-};
 
-int times_said(const std::string& output, const std::string& text) {
-  int times = 0;
-  for (auto at = output.find(text); at != std::string::npos; at = output.find(text, at + 1)) {
-    ++times;
-  }
-  return times;
-}
+ private:
+  int size_;
+};
 
 void expect_all_held(const std::string& backend, int size, const std::string& body,
                      milliseconds timeout = 120s) {
@@ -1357,7 +1387,7 @@ class OfProcesses : public testing::TestWithParam<std::string> {
     Launch launch(
         GetParam(), 4, "going",
         {{"SHARDPROOF_WAY", way}, {"SHARDPROOF_TIMEOUT_MS", std::to_string(kTimeout.count())}});
-    EXPECT_TRUE(launch.processes.wait_for_output(0, "ready", 30s));
+    EXPECT_TRUE(launch.wait_until_ready(60s));
     const bool is_store = GetParam() == "store";
     std::string output;
     // A stopped process ends when it is killed; under mpirun the others see to that.

@@ -82,6 +82,7 @@ class RankProcesses {
     return number;
   }
 
+  int count() const { return static_cast<int>(processes_.size()); }
   pid_t pid(int number) const { return processes_[number].pid; }
 
   /// What it has written so far.

@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long the process's exit may take after a failure, at most.
+// How long the process's exit may take after a failure: a quarter of the timeout, and at most this.
 constexpr milliseconds kLongestPatience = std::chrono::seconds(10);
 
 void check_request(const fsdp::BackendRequest& request) {
@@ -45,9 +45,9 @@ c10d::Backend* make_backend(const fsdp::BackendRequest& request) {
         "the mpirun of this MPI, and are RANK and WORLD_SIZE left to it?",
         request.rank, request.world_size, world.rank(), world.size()));
   }
-  return fsdp::make_process_backend(
-             std::make_unique<fsdp::processes::MpiTransport>(std::min(timeout, kLongestPatience)),
-             request.rank, request.world_size, timeout, "world")
+  return fsdp::make_process_backend(std::make_unique<fsdp::processes::MpiTransport>(
+                                        std::min(timeout / 4, kLongestPatience)),
+                                    request.rank, request.world_size, timeout, "world")
       .release();
 }
 
