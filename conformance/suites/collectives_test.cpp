@@ -7,6 +7,7 @@
 // Those of "in_process" are threads.
 
 #include <dlfcn.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -20,6 +21,9 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
@@ -1111,6 +1115,27 @@ const RegisterBody kGoing("going", [](Rank& rank) {
   }
 });
 
+// All-reduces until there is an error, and says which.
+const RegisterBody kUntilError("until_error", [](Rank& rank) {
+  const auto start = steady_clock::now();
+  std::string seen = "nothing";
+  try {
+    for (int i = 0; steady_clock::now() - start < 30s; ++i) {
+      all_reduce(rank.group, torch::ones({100}))->wait();
+      if (i == 10) {
+        say("under way");
+      }
+    }
+  } catch (const fsdp::TimeoutError& error) {
+    seen = std::string("TimeoutError ") + error.what();
+  } catch (const fsdp::PeerError& error) {
+    seen = std::string("PeerError ") + error.what();
+  } catch (const std::exception& error) {
+    seen = std::string("another error: ") + error.what();
+  }
+  say("saw " + seen);
+});
+
 // The group is destroyed with calls on their way, and made again: what follows is not disturbed.
 const RegisterBody kAgain("again", [](Rank& rank) {
   auto backend = rank.backend;
@@ -1183,6 +1208,18 @@ fsdp::BackendPtr make_group(const std::string& backend) {
     throw std::runtime_error(problem.c_str());
   }
   return c10::intrusive_ptr<c10d::Backend>::reclaim(made);
+}
+
+// A process that holds a store, and nothing else.
+int run_as_server() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  say("port " + std::to_string(store->getPort()) + ".");
+  std::this_thread::sleep_for(120s);
+  return 0;
 }
 
 // What the process of a rank does instead of the tests.
@@ -1398,6 +1435,11 @@ class OfProcesses : public testing::TestWithParam<std::string> {
       EXPECT_EQ(ended[i].was_late, may_be_late) << ended[i].output;
       output += ended[i].output;
     }
+    // mpirun may end a moment before those that it killed.
+    const auto deadline = steady_clock::now() + kTimeout / 2;
+    while (!launch.processes.left_behind().empty() && steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(10ms);
+    }
     EXPECT_EQ(launch.processes.left_behind(), std::vector<pid_t>()) << output;
     return output;
   }
@@ -1445,10 +1487,223 @@ TEST_P(OfProcesses, ARankThatThrowsEndsTheOthers) {
 INSTANTIATE_TEST_SUITE_P(Collectives, OfProcesses, testing::ValuesIn(process_backends()),
                          [](const auto& info) { return info.param; });
 
+// ---- What only the store has --------------------------------------------------------------------
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+StorePtr serve(bool with_queues) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.useLibUV = with_queues;
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+// The ranks as threads, each with a group of its own over the store.
+std::vector<std::string> on_store(const StorePtr& store, int size, const Body& body,
+                                  const fsdp::StoreGroupOptions& options = {60s, "world"}) {
+  std::mutex mutex;
+  std::vector<std::string> problems;
+  std::vector<std::jthread> threads;
+  for (int number = 0; number < size; ++number) {
+    threads.emplace_back([&, number] {
+      std::vector<std::string> found;
+      try {
+        Rank rank(fsdp::make_store_group(store, number, size, options), "store");
+        body(rank);
+        found = rank.problems;
+      } catch (const std::exception& error) {
+        found.push_back("rank " + std::to_string(number) + " threw: " + error.what());
+      }
+      const std::lock_guard lock(mutex);
+      problems.insert(problems.end(), found.begin(), found.end());
+    });
+  }
+  threads.clear();
+  return problems;
+}
+
+const std::vector<std::string> kNone;
+
+// Both ways of keeping messages in a store, and every kind of call and of ending.
+TEST(StoreGroup, LeavesOneKeyForEachNameAndSizeBehind) {
+  for (const bool with_queues : {true, false}) {
+    const auto store = serve(with_queues);
+    const auto before = store->getNumKeys();
+    for (const auto* body : {"overlaps", "transfers", "mesh", "mismatches", "leaving"}) {
+      EXPECT_EQ(on_store(store, 4, bodies().at(body)), kNone) << body;
+      const auto keys = store->listKeys();
+      EXPECT_EQ(store->getNumKeys(), before + 1)
+          << body << ", with queues: " << with_queues << ", first key: " << keys.front();
+      EXPECT_TRUE(store->check({"fsdp/world/4/joined"}));
+      if (with_queues) {
+        for (int group = 0; group < 8; ++group) {
+          for (int rank = 0; rank < 4; ++rank) {
+            const auto inbox =
+                "fsdp/world/4/" + std::to_string(group) + "/to/" + std::to_string(rank);
+            EXPECT_EQ(store->queueLen(inbox), 0) << inbox;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(StoreGroup, WorksOverStoresOfEveryKind) {
+  const shardproof::TemporaryFolder folder;
+  const auto file = (folder.path() / "store").string();
+  const std::vector<std::pair<std::string, StorePtr>> stores = {
+      {"TCPStore without queues", serve(false)},
+      {"HashStore", c10::make_intrusive<c10d::HashStore>()},
+      {"FileStore", c10::make_intrusive<c10d::FileStore>(file, 3)},
+      {"PrefixStore", c10::make_intrusive<c10d::PrefixStore>("a prefix", serve(true))}};
+  for (const auto& [name, store] : stores) {
+    EXPECT_EQ(on_store(store, 3, bodies().at("transfers")), kNone) << name;
+    EXPECT_EQ(on_store(store, 3, bodies().at("overlaps")), kNone) << name;
+    EXPECT_EQ(on_store(store, 2, bodies().at("large")), kNone) << name;
+  }
+}
+
+TEST(StoreGroup, GroupsOfOtherNamesAndSizesShareAStore) {
+  const auto store = serve(true);
+  std::vector<std::jthread> groups;
+  std::atomic<int> good = 0;
+  for (const int size : {2, 3, 4}) {
+    groups.emplace_back([&, size] {
+      const auto name = "group of " + std::to_string(size);
+      good += on_store(store, size, bodies().at("overlaps"), {60s, name}).empty() ? 1 : 0;
+    });
+  }
+  groups.clear();
+  EXPECT_EQ(good.load(), 3);
+}
+
+template <typename E>
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what();
+  }
+  return "no error";
+}
+
+TEST(StoreGroup, WrongArgumentsAreRefused) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto refused = [&](StorePtr given, int rank, int size, milliseconds timeout) {
+    return message_of<fsdp::UsageError>([&] {
+      fsdp::make_store_group(std::move(given), rank, size, {timeout, "world"});
+    });
+  };
+  EXPECT_THAT(refused(nullptr, 0, 1, 1s), testing::HasSubstr("the store is null"));
+  EXPECT_THAT(refused(store, 0, 0, 1s), testing::HasSubstr("0 ranks; wanted 1 or more"));
+  EXPECT_THAT(refused(store, 2, 2, 1s), testing::HasSubstr("rank 2 of 2 does not exist"));
+  EXPECT_THAT(refused(store, -1, 2, 1s), testing::HasSubstr("rank -1 of 2 does not exist"));
+  EXPECT_THAT(refused(store, 0, 2, 0s), testing::HasSubstr("a timeout of 0 ms"));
+  EXPECT_EQ(store->getNumKeys(), 0);
+}
+
+TEST(StoreGroup, RanksThatDoNotJoinAreNamed) {
+  const auto store = serve(true);
+  const auto join = [&](int rank, int size, const std::string& name, milliseconds timeout) {
+    return message_of<fsdp::TimeoutError>([&] {
+      fsdp::make_store_group(store, rank, size, {timeout, name});
+    });
+  };
+  const auto start = steady_clock::now();
+  EXPECT_THAT(join(1, 4, "a", 300ms),
+              testing::HasSubstr("rank 1: ranks 0, 2-3 did not join group \"a\" of 4 ranks within "
+                                 "300 ms"));
+  EXPECT_LT(steady_clock::now() - start, 2s);
+}
+
+TEST(StoreGroup, ARankThatIsGivenTwiceAndSizesThatDifferAreRefused) {
+  const auto store = serve(true);
+  std::string first;
+  std::string second;
+  {
+    const std::jthread other([&] {
+      first = message_of<fsdp::TimeoutError>([&] {
+        fsdp::make_store_group(store, 1, 3, {1s, "twice"});
+      });
+    });
+    std::this_thread::sleep_for(200ms);
+    second = message_of<fsdp::UsageError>([&] {
+      fsdp::make_store_group(store, 1, 3, {1s, "twice"});
+    });
+  }
+  EXPECT_THAT(first, testing::HasSubstr("ranks 0, 2 did not join"));
+  EXPECT_THAT(second, testing::HasSubstr("another process is rank 1 of group \"twice\" too"));
+  {
+    const std::jthread other([&] {
+      first = message_of<fsdp::UsageError>([&] {
+        fsdp::make_store_group(store, 1, 8, {10s, "sizes"});
+      });
+    });
+    second = message_of<fsdp::UsageError>([&] {
+      fsdp::make_store_group(store, 0, 2, {10s, "sizes"});
+    });
+  }
+  // The first to notice says so; its own size is gone when the other looks.
+  EXPECT_TRUE(second.find("has 2 ranks here and 8 on rank 1") != std::string::npos ||
+              first.find("has 8 ranks here and 2 on rank 0") != std::string::npos)
+      << first << "\n"
+      << second;
+}
+
+class StoreServer : public testing::TestWithParam<int> {};
+
+// The process that holds the store is not one of the ranks.
+TEST_P(StoreServer, ThatGoesAwayEndsEveryRankInTime) {
+  constexpr milliseconds kTimeout = 3s;
+  RankProcesses processes;
+  processes.start({own_path()}, {{"SHARDPROOF_BODY", "server"}});
+  ASSERT_TRUE(processes.wait_for_output(0, ".", 30s));
+  const auto said = processes.output(0);
+  const auto port = said.substr(5, said.find('.') - 5);
+  for (int rank = 0; rank < 3; ++rank) {
+    processes.start({own_path()}, {{"SHARDPROOF_BODY", "until_error"},
+                                   {"SHARDPROOF_BACKEND", "store"},
+                                   {"SHARDPROOF_PORT", port},
+                                   {"SHARDPROOF_RANK", std::to_string(rank)},
+                                   {"SHARDPROOF_SIZE", "3"},
+                                   {"SHARDPROOF_TIMEOUT_MS", std::to_string(kTimeout.count())}});
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    ASSERT_TRUE(processes.wait_for_output(1 + rank, "under way", 60s));
+  }
+  ::kill(processes.pid(0), GetParam());
+  const auto ended = processes.wait(2 * kTimeout);
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto& each = ended[1 + rank];
+    EXPECT_FALSE(each.was_late) << each.output;
+    EXPECT_EQ(each.exit_code, 0) << each.output;
+    if (GetParam() == SIGKILL) {
+      EXPECT_THAT(each.output, testing::HasSubstr("saw PeerError"));
+      EXPECT_THAT(each.output, testing::HasSubstr("the store does not answer any more"));
+    } else {
+      EXPECT_THAT(each.output, testing::HasSubstr("saw TimeoutError"));
+      EXPECT_THAT(each.output, testing::HasSubstr("The store itself has not answered for"));
+    }
+  }
+  EXPECT_EQ(processes.left_behind(), std::vector<pid_t>());
+}
+
+INSTANTIATE_TEST_SUITE_P(Signals, StoreServer, testing::Values(SIGKILL, SIGSTOP),
+                         [](const auto& info) {
+                           return info.param == SIGKILL ? "killed" : "stopped";
+                         });
+
 }  // namespace
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
+  if (variable("SHARDPROOF_BODY") == "server") {
+    return run_as_server();
+  }
   if (!variable("SHARDPROOF_BODY").empty()) {
     return run_as_rank();
   }
