@@ -27,6 +27,14 @@ struct BackendRequest {
   c10d::Store* store = nullptr;
 };
 
+/// Loads the library and lets it make a backend. For programs; a library does not need it.
+///
+/// Throws UsageError that names the rank and the file: it is not there, is no library or lacks
+/// something it needs, has no fsdp_make_backend, returned null (with what it wrote), let an
+/// exception through, or made a backend of another rank or world size than asked for.
+c10::intrusive_ptr<c10d::Backend> load_backend_library(const std::filesystem::path& library,
+                                                       const BackendRequest& request);
+
 }  // namespace fsdp
 
 extern "C" {
