@@ -18,7 +18,7 @@ using in_process::Transfer;
 
 // Ranks are processes of one program on machines of one kind, so numbers travel as they lie in
 // memory.
-enum class Kind : std::uint8_t { kCall = 1, kBreach = 2 };
+enum class Kind : std::uint8_t { kCall = 1, kBreach = 2, kStuck = 3 };
 
 class Writer {
  public:
@@ -161,6 +161,20 @@ Bytes encode(const BreachMessage& message) {
   return writer.take();
 }
 
+Bytes encode(const StuckMessage& message) {
+  Writer writer;
+  writer.put(Kind::kStuck);
+  writer.put(message.group);
+  writer.put(message.number);
+  writer.put(message.rank);
+  writer.put(message.is_answer);
+  writer.put<std::uint32_t>(message.awaited.size());
+  for (const int rank : message.awaited) {
+    writer.put(rank);
+  }
+  return writer.take();
+}
+
 Message decode(const Bytes& bytes, int sender) {
   Reader reader(bytes, sender);
   const auto kind = reader.get<Kind>();
@@ -179,6 +193,18 @@ Message decode(const Bytes& bytes, int sender) {
     message.rank = reader.get<int>();
     message.kind = reader.get<Failure::Kind>();
     message.text = reader.get_text();
+    return message;
+  }
+  if (kind == Kind::kStuck) {
+    StuckMessage message;
+    message.group = reader.get<std::uint64_t>();
+    message.number = reader.get<std::uint64_t>();
+    message.rank = reader.get<int>();
+    message.is_answer = reader.get<bool>();
+    const auto count = reader.get<std::uint32_t>();
+    for (std::uint32_t i = 0; i < count; ++i) {
+      message.awaited.push_back(reader.get<int>());
+    }
     return message;
   }
   throw Error(

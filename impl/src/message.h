@@ -31,10 +31,22 @@ struct BreachMessage {
 
 inline constexpr int kEveryRank = -1;
 
-using Message = std::variant<CallMessage, BreachMessage>;
+/// Asks, when a collective whose calls are all there does not come to its end, for whom the
+/// receiver waits in it; or answers. So a rank that waits for another itself is not taken for the
+/// culprit.
+struct StuckMessage {
+  std::uint64_t group = 0;
+  std::uint64_t number = 0;
+  int rank = 0;  // who asks or answers
+  bool is_answer = false;
+  std::vector<int> awaited;
+};
+
+using Message = std::variant<CallMessage, BreachMessage, StuckMessage>;
 
 Bytes encode(const CallMessage& message);
 Bytes encode(const BreachMessage& message);
+Bytes encode(const StuckMessage& message);
 
 /// `sender` is the rank of the world that the message came from.
 Message decode(const Bytes& bytes, int sender);

@@ -267,7 +267,7 @@ void Hub::wait(Exchange& exchange, int caller, milliseconds timeout) {
     Lock lock(mutex_);
     if (!over_.wait_for(lock, std::min(timeout, kLongestTimeout),
                         [&] { return exchange.is_over(); })) {
-      expire(exchange, caller, timeout);
+      expire(lock, exchange, caller, timeout);
     }
   }
   throw_if_failed(exchange, caller);
@@ -278,26 +278,22 @@ void Hub::expire_if_due(Exchange& exchange, int caller, Clock::time_point posted
   if (exchange.is_over() || Clock::now() - posted_at < timeout) {
     return;
   }
-  const std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!exchange.is_over()) {
-    expire(exchange, caller, timeout);
+    expire(lock, exchange, caller, timeout);
   }
 }
 
-void Hub::expire(Exchange& exchange, int caller, milliseconds timeout) {
+void Hub::expire(Lock& lock, Exchange& exchange, int caller, milliseconds timeout) {
   const bool is_moving = exchange.missing_ == 0;
-  auto missing = exchange.missing_ranks();
-  if (missing.empty()) {  // the hub's thread has not come so far
-    for (int member = 0; member < static_cast<int>(exchange.group_->ranks.size()); ++member) {
-      if (member != exchange.group_->rank) {
-        missing.push_back(member);
-      }
-    }
+  auto culprits = is_moving ? find_culprits(lock, exchange, timeout) : exchange.missing_ranks();
+  if (exchange.is_over()) {
+    return;
   }
   auto failure = in_process::timeout_failure(
-      exchange.calls_[caller], exchange.sequence(), missing, timeout,
+      exchange.calls_[caller], exchange.sequence(), culprits, timeout,
       is_moving ? std::string() : exchange.mismatch(),
-      is_moving ? "called it, but did not send or take all its data" : "did not arrive");
+      is_moving ? "called it, but did not send or take all data" : "did not arrive");
   const auto since = inside_since_.load();
   const auto inside = Clock::now().time_since_epoch() - Clock::duration(since);
   if (since != 0 && inside > timeout / 2) {
@@ -307,6 +303,52 @@ void Hub::expire(Exchange& exchange, int caller, milliseconds timeout) {
                     transport_name_, std::chrono::duration_cast<milliseconds>(inside).count()));
   }
   break_group(exchange, failure);
+}
+
+// All have called, and yet it does not end. A rank for which this one waits may itself wait for
+// another, so all are asked; those that say so are not the culprits, and those that say nothing
+// are.
+std::vector<int> Hub::find_culprits(Lock& lock, Exchange& exchange, milliseconds timeout) {
+  constexpr milliseconds kLongestAsking = milliseconds(500);
+  const auto& group = *exchange.group_;
+  std::vector<int> others;
+  for (int member = 0; member < static_cast<int>(group.ranks.size()); ++member) {
+    if (member != group.rank) {
+      others.push_back(member);
+    }
+  }
+  if (!exchange.is_transfer_) {
+    StuckMessage question;
+    question.group = group.id;
+    question.number = exchange.number_;
+    question.rank = group.rank;
+    const auto bytes = std::make_shared<const Bytes>(encode(question));
+    for (const int member : others) {
+      send(group, member, bytes);
+    }
+    over_.wait_for(lock, std::min(timeout / 4, kLongestAsking),
+                   [&] { return exchange.is_over() || exchange.answers_.size() == others.size(); });
+  }
+  auto frontier = exchange.awaited_.empty() ? others : exchange.awaited_;
+  const auto first = frontier;
+  std::set<int> seen(frontier.begin(), frontier.end());
+  std::vector<int> culprits;
+  while (!frontier.empty()) {
+    const int member = frontier.back();
+    frontier.pop_back();
+    const auto answer = exchange.answers_.find(member);
+    if (answer == exchange.answers_.end()) {
+      culprits.push_back(member);
+      continue;
+    }
+    for (const int next : answer->second) {
+      if (next != group.rank && seen.insert(next).second) {
+        frontier.push_back(next);
+      }
+    }
+  }
+  std::sort(culprits.begin(), culprits.end());
+  return culprits.empty() ? first : culprits;
 }
 
 void Hub::throw_if_failed(const Exchange& exchange, int caller) const {
@@ -411,12 +453,16 @@ void Hub::tell_others(const Group& group, const Group::Breach& breach) {
   const auto bytes = std::make_shared<const Bytes>(encode(message));
   for (int member = 0; member < static_cast<int>(group.ranks.size()); ++member) {
     if (member != group.rank && !group.has_left(member)) {
-      Order order;
-      order.peer = group.ranks[member];
-      order.message = bytes;
-      order_queue_.push_back(std::move(order));
+      send(group, member, bytes);
     }
   }
+}
+
+void Hub::send(const Group& group, int member, BytesPtr message) {
+  Order order;
+  order.peer = group.ranks[member];
+  order.message = std::move(message);
+  order_queue_.push_back(std::move(order));
   orders_.notify_one();
 }
 
@@ -478,8 +524,8 @@ GroupPtr Hub::split(const GroupPtr& group, const std::vector<int>& ranks, int pl
   if (const auto entry = early_.find(part->id); entry != early_.end()) {
     auto messages = std::move(entry->second);
     early_.erase(entry);
-    for (auto& [peer, message] : messages) {
-      handle(part, peer, std::move(message));
+    for (auto& message : messages) {
+      handle(part, std::move(message));
     }
   }
   for (const auto& breach : std::vector<Group::Breach>(group->breaches)) {
@@ -559,7 +605,7 @@ void Hub::close(milliseconds timeout) {
       while (!exchange->is_posted_[caller]) {
         ++caller;
       }
-      expire(*exchange, caller, timeout);
+      expire(lock, *exchange, caller, timeout);
     }
   }
   is_closing_ = true;
@@ -870,15 +916,17 @@ void Hub::on_message(int peer, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   const auto entry = groups_.find(group_of(message));
   if (entry == groups_.end()) {
-    early_[group_of(message)].emplace_back(peer, std::move(message));
+    early_[group_of(message)].push_back(std::move(message));
   } else if (const auto group = entry->second.lock()) {
-    handle(group, peer, std::move(message));
+    handle(group, std::move(message));
   }
 }
 
-void Hub::handle(const GroupPtr& group, int /*peer*/, Message message) {
+void Hub::handle(const GroupPtr& group, Message message) {
   if (auto* call = std::get_if<CallMessage>(&message)) {
     handle_call(group, std::move(*call));
+  } else if (const auto* stuck = std::get_if<StuckMessage>(&message)) {
+    handle_stuck(group, *stuck);
   } else {
     handle_breach(group, std::get<BreachMessage>(message));
   }
@@ -921,6 +969,30 @@ void Hub::handle_breach(const GroupPtr& group, const BreachMessage& message) {
   const auto failure = in_process::make_failure(message.kind, message.text);
   apply(*group, {message.from_sequence, message.rank, failure});
   apply_to_parts(*group, message.rank, failure);
+}
+
+void Hub::handle_stuck(const GroupPtr& group, const StuckMessage& message) {
+  const auto entry =
+      std::find_if(unfinished_.begin(), unfinished_.end(), [&](const ExchangePtr& exchange) {
+        return exchange->group_ == group && !exchange->is_transfer_ &&
+               exchange->number_ == message.number;
+      });
+  if (message.is_answer) {
+    if (entry != unfinished_.end()) {
+      (*entry)->answers_[message.rank] = message.awaited;
+      over_.notify_all();
+    }
+    return;
+  }
+  StuckMessage answer;
+  answer.group = group->id;
+  answer.number = message.number;
+  answer.rank = group->rank;
+  answer.is_answer = true;
+  if (entry != unfinished_.end()) {
+    answer.awaited = (*entry)->missing_ranks();
+  }
+  send(*group, message.rank, std::make_shared<const Bytes>(encode(answer)));
 }
 
 }  // namespace fsdp::processes

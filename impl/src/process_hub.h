@@ -80,7 +80,8 @@ class Exchange {
   // Guarded by the hub's mutex.
   std::atomic<State> state_ = State::kCollecting;
   in_process::FailurePtr failure_;
-  std::vector<int> awaited_;  // ranks that owe data, or have yet to take some
+  std::vector<int> awaited_;                 // ranks that owe data, or have yet to take some
+  std::map<int, std::vector<int>> answers_;  // for whom others wait, once this rank has asked
 
   // Of the hub's thread.
   std::vector<std::unique_ptr<Staging>> staging_;  // by caller, if it is this rank
@@ -184,10 +185,13 @@ class Hub : public Transport::Receiver, public std::enable_shared_from_this<Hub>
   void leave_alone(Group& group, const std::string& reason);
   void apply_to_parts(const Group& group, int place, const in_process::FailurePtr& failure);
   void tell_others(const Group& group, const Group::Breach& breach);
-  void expire(Exchange& exchange, int caller, std::chrono::milliseconds timeout);
-  void handle(const GroupPtr& group, int peer, Message message);
+  void expire(Lock& lock, Exchange& exchange, int caller, std::chrono::milliseconds timeout);
+  std::vector<int> find_culprits(Lock& lock, Exchange& exchange, std::chrono::milliseconds timeout);
+  void send(const Group& group, int member, BytesPtr message);
+  void handle(const GroupPtr& group, Message message);
   void handle_call(const GroupPtr& group, CallMessage message);
   void handle_breach(const GroupPtr& group, const BreachMessage& message);
+  void handle_stuck(const GroupPtr& group, const StuckMessage& message);
   bool has_unfinished() const;
   void start_thread();
   in_process::FailurePtr failure_of_collective(const Group& group, std::uint64_t sequence) const;
@@ -217,8 +221,8 @@ class Hub : public Transport::Receiver, public std::enable_shared_from_this<Hub>
   std::condition_variable over_;    // an exchange is over, or the thread has ended
   std::condition_variable orders_;  // there is something to do for the thread
   std::map<std::uint64_t, std::weak_ptr<Group>> groups_;
-  // Messages for groups that this rank has not made yet, with their senders.
-  std::map<std::uint64_t, std::deque<std::pair<int, Message>>> early_;
+  // Messages for groups that this rank has not made yet.
+  std::map<std::uint64_t, std::deque<Message>> early_;
   std::deque<Order> order_queue_;
   std::deque<ExchangePtr> ready_;
   std::vector<ExchangePtr> unfinished_;  // posted by this rank and not over

@@ -53,12 +53,6 @@ class Joining {
         name_(fmt::format("fsdp/{}/", options.name)) {
     store_->set(size_key(rank_), fmt::format("{}", world_size_));
   }
-  ~Joining() {
-    try {
-      store_->deleteKey(size_key(rank_));
-    } catch (const std::exception&) {  // the store is gone, and the key with it
-    }
-  }
   Joining(const Joining&) = delete;
   Joining& operator=(const Joining&) = delete;
 
@@ -75,6 +69,8 @@ class Joining {
                       rank_, rank_, options_.name));
     }
     wait_for_others();
+    // Not after an error: the others are to find the same one.
+    store_->deleteKey(size_key(rank_));
     if (store_->add(prefix_ + "seen", 1) == world_size_) {
       remove_keys();
     }

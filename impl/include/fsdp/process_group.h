@@ -62,13 +62,14 @@ struct InProcessOptions {
 /// from the start of wait(); for a Work that is only polled, from the call.
 std::vector<BackendPtr> make_in_process_group(int world_size, InProcessOptions options = {});
 
-/// Tells the others of an in_process group that this rank will take no further part, and why. Their
+/// Tells the others of a group that this rank will take no further part, and why. Their
 /// pending and later collectives that need it end with a PeerError that names this rank and the
 /// reason; what it posted before is still done. Harmless for a rank that the others no longer wait
-/// for. Destroying a backend and its shutdown() do the same. Does nothing for other backends.
+/// for. Destroying a backend and its shutdown() do the same. Does nothing for backends that are not
+/// of this library (in_process, store, mpi).
 void leave_group(Backend& backend, const std::string& reason);
 
-/// While it lives, this thread's collectives bear a label. The ranks of an in_process group must
+/// While it lives, this thread's collectives bear a label. The ranks of this library's groups must
 /// agree on it as on sizes and dtypes, and messages show it, so that two collectives of the same
 /// size that belong to different modules are never mixed up (the fault of pytorch/pytorch#75902).
 /// Other backends do not see it. The text must outlive the scope.
