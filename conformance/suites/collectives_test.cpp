@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <iostream>
@@ -1136,6 +1137,73 @@ const RegisterBody kUntilError("until_error", [](Rank& rank) {
   say("saw " + seen);
 });
 
+// MPI adds up itself. Whole numbers have the same sum in any order; others are held to a bound.
+const RegisterBody kNative("native", [](Rank& rank) {
+  int salt = 0;
+  int exact = 0;
+  int refused = 0;
+  for (const auto dtype : kDtypes) {
+    for (const auto reduction : kReductions) {
+      if (reduction == ReduceOp::AVG && !c10::isFloatingType(dtype)) {
+        continue;
+      }
+      for (const auto numel : kSizes) {
+        ++salt;
+        const auto mine = [&](std::int64_t count) {
+          return make(count, dtype, [&](auto i) {
+            return term(rank.rank, i, salt, rank.size, reduction, dtype);
+          });
+        };
+        const auto wanted = make(numel * rank.size, dtype, [&](auto i) {
+          return reduced(i, salt, rank.size, reduction, dtype);
+        });
+        const auto what =
+            " " + name_of(reduction) + " of " + std::to_string(numel) + " " + c10::toString(dtype);
+        const auto shared = mine(numel);
+        const auto piece = torch::zeros({numel}, torch::kLong).to(dtype);
+        const auto rooted = mine(numel);
+        if (c10::isReducedFloatingType(dtype)) {
+          expect_error<fsdp::UsageError>(
+              rank, "native" + what,
+              {"rank " + std::to_string(rank.rank) + ": all_reduce", "no native",
+               name_of(reduction), c10::toString(dtype), "FSDP_MPI_REDUCTION"},
+              [&] { return all_reduce(rank.group, shared, reduction); });
+          ++refused;
+          continue;
+        }
+        auto first = all_reduce(rank.group, shared, reduction);
+        auto second = reduce_scatter(rank, piece, mine(numel * rank.size), reduction);
+        auto third = reduce(rank, rooted, 1, reduction);
+        first->wait();
+        second->wait();
+        third->wait();
+        rank.check(same_bits(shared, wanted.narrow(0, 0, numel)), "all_reduce" + what);
+        rank.check(same_bits(piece, pieces_of(wanted, rank.size)[rank.rank]),
+                   "reduce_scatter" + what);
+        rank.check(same_bits(rooted, rank.rank == 1 ? wanted.narrow(0, 0, numel) : mine(numel)),
+                   "reduce" + what);
+        exact += 3;
+      }
+    }
+  }
+  say("native cells: " + std::to_string(exact) + " exact, " + std::to_string(refused) + " refused");
+  // |computed - exact| <= (n - 1) u sum |x_i| / (1 - (n - 1) u) for a sum of n terms in any order.
+  auto sum = torch::zeros({50000}, torch::kDouble);
+  auto size = torch::zeros({50000}, torch::kDouble);
+  Tensor mine;
+  for (int other = 0; other < rank.size; ++other) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(other);
+    const auto values = torch::randn({50000}, generator, torch::kFloat);
+    sum += values.to(torch::kDouble);
+    size += values.to(torch::kDouble).abs();
+    mine = other == rank.rank ? values : mine;
+  }
+  const double unit = (rank.size - 1) * std::ldexp(1.0, -24);
+  all_reduce(rank.group, mine)->wait();
+  rank.check(((mine.to(torch::kDouble) - sum).abs() <= unit / (1 - unit) * size).all().item<bool>(),
+             "a native sum is outside its bound");
+});
+
 // The group is destroyed with calls on their way, and made again: what follows is not disturbed.
 const RegisterBody kAgain("again", [](Rank& rank) {
   auto backend = rank.backend;
@@ -1486,6 +1554,41 @@ TEST_P(OfProcesses, ARankThatThrowsEndsTheOthers) {
     EXPECT_EQ(times_said(output, "PeerError rank"), 3) << output;
   }
 }
+
+class OfMpi : public testing::TestWithParam<std::string> {
+ protected:
+  std::string output_with(const std::string& setting, const std::string& body, int exit_code) {
+    Launch launch(GetParam(), 4, body, {{"FSDP_MPI_REDUCTION", setting}});
+    const auto ended = launch.processes.wait(60s);
+    EXPECT_FALSE(ended[0].was_late) << ended[0].output;
+    EXPECT_EQ(ended[0].exit_code, exit_code) << ended[0].output;
+    return ended[0].output;
+  }
+};
+
+TEST_P(OfMpi, NativeReductionsAreExactOrWithinTheirBoundOrRefusedByName) {
+  const auto output = output_with("native", "native", 0);
+  EXPECT_EQ(times_said(output, "all held"), 4) << output;
+  // 2 dtypes with 5 reductions and 9 with 4, of 5 sizes and 3 operations; 2 with 5 of 5 sizes.
+  EXPECT_EQ(times_said(output, "native cells: 690 exact, 50 refused"), 4) << output;
+}
+
+TEST_P(OfMpi, NativeReductionsWorkInGroupsThatWereSplit) {
+  EXPECT_EQ(times_said(output_with("native", "mesh", 0), "all held"), 4);
+}
+
+TEST_P(OfMpi, ASettingThatDoesNotExistIsRefused) {
+  EXPECT_THAT(output_with("fast", "mesh", 1),
+              testing::HasSubstr("FSDP_MPI_REDUCTION is \"fast\"; wanted: rank_order, native"));
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OfMpi);
+INSTANTIATE_TEST_SUITE_P(Collectives, OfMpi, testing::ValuesIn([] {
+                           auto names = process_backends();
+                           names.erase(names.begin());
+                           return names;
+                         }()),
+                         [](const auto& info) { return info.param; });
 
 INSTANTIATE_TEST_SUITE_P(Collectives, OfProcesses, testing::ValuesIn(process_backends()),
                          [](const auto& info) { return info.param; });

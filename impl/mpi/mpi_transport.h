@@ -13,6 +13,9 @@ namespace fsdp::processes {
 class MpiTransport : public Transport {
  public:
   /// `patience` is how long the process's exit may take after a failure.
+  /// FSDP_MPI_REDUCTION=native makes MPI reduce (MPI_Iallreduce, MPI_Ireduce_scatter_block,
+  /// MPI_Ireduce), in an order of its own; unset or rank_order, we do, in rank order. Throws
+  /// UsageError if it is anything else, or not the same on every rank.
   explicit MpiTransport(std::chrono::milliseconds patience);
   ~MpiTransport() override;
 
@@ -23,6 +26,13 @@ class MpiTransport : public Transport {
   void cancel(const RequestPtr& request) override;
   bool progress(Receiver& receiver) override;
   bool is_flushed() const override;
+  bool reduces_natively() const override { return is_native_; }
+  std::string why_not_native(c10d::ReduceOp::RedOpType reduction, c10::ScalarType dtype,
+                             std::int64_t numel) const override;
+  void prepare(std::uint64_t group, const std::vector<int>& members) override {
+    world_.make_communicator(group, members);
+  }
+  RequestPtr reduce(std::uint64_t group, NativeReduction reduction) override;
   void close(bool has_failed) override;
 
  private:
@@ -33,6 +43,7 @@ class MpiTransport : public Transport {
     Stretch memory;
     RequestPtr request;
     bool is_receive = false;
+    Stretch result;  // of a reduction
   };
   struct Wanted {
     Stretch to;
@@ -47,10 +58,12 @@ class MpiTransport : public Transport {
   void match(const ChannelKey& key);
   void start(int peer, int tag, Active active);
   bool test_active();
+  bool read_setting() const;
 
   MpiWorld& world_;
   const std::uint32_t group_;
   const std::chrono::milliseconds patience_;
+  const bool is_native_;
   std::vector<Active> active_;
   std::map<ChannelKey, Channel> channels_;
 };

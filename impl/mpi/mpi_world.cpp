@@ -70,6 +70,7 @@ MpiWorld::MpiWorld() {
           "this MPI cannot be used by threads (MPI_THREAD_SERIALIZED); use one that can");
     }
   }
+  level_ = level;
   check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &communicator_), "MPI_Comm_dup");
   check_mpi(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
@@ -250,6 +251,36 @@ void MpiWorld::forget(std::uint32_t group) {
 
 void MpiWorld::keep_alive(MPI_Request request, std::shared_ptr<const void> memory) {
   kept_.push_back({request, std::move(memory)});
+}
+
+void MpiWorld::require_multiple_threads() const {
+  if (level_ < MPI_THREAD_MULTIPLE) {
+    throw UsageError(
+        "FSDP_MPI_REDUCTION=native wants an MPI with MPI_THREAD_MULTIPLE; use one, or "
+        "leave the variable out");
+  }
+}
+
+void MpiWorld::make_communicator(std::uint64_t group, const std::vector<int>& members) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (native_.contains(group)) {
+      return;
+    }
+  }
+  MPI_Group all = MPI_GROUP_NULL;
+  MPI_Group some = MPI_GROUP_NULL;
+  MPI_Comm made = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_group(communicator_, &all), "MPI_Comm_group");
+  check_mpi(MPI_Group_incl(all, static_cast<int>(members.size()), members.data(), &some),
+            "MPI_Group_incl");
+  check_mpi(MPI_Comm_create_group(communicator_, some, static_cast<int>(group % 32749), &made),
+            "MPI_Comm_create_group");
+  check_mpi(MPI_Comm_set_errhandler(made, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check_mpi(MPI_Group_free(&some), "MPI_Group_free");
+  check_mpi(MPI_Group_free(&all), "MPI_Group_free");
+  const std::lock_guard lock(mutex_);
+  native_[group] = made;
 }
 
 void MpiWorld::expect_trouble(std::chrono::milliseconds patience) {

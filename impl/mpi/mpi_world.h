@@ -51,6 +51,14 @@ class MpiWorld {
   void forget(std::uint32_t group);
   void keep_alive(MPI_Request request, std::shared_ptr<const void> memory);
 
+  /// For the collectives of MPI's own of this group, which have to be apart from others'. All ranks
+  /// in `members` call this; the mutex is not held. It is made once and kept, for groups that
+  /// follow each other have the same numbers.
+  void make_communicator(std::uint64_t group, const std::vector<int>& members);
+  MPI_Comm communicator_of(std::uint64_t group) const { return native_.at(group); }
+  /// Throws UsageError if MPI cannot be used by several threads at once.
+  void require_multiple_threads() const;
+
   /// Ranks may be missing from now on: if MPI does not end within `patience`, it is aborted.
   void expect_trouble(std::chrono::milliseconds patience);
 
@@ -91,6 +99,8 @@ class MpiWorld {
   std::map<std::uint32_t, std::deque<Arrived>> arrived_;           // by group
   std::vector<int> tags_;                                          // by receiver
   std::vector<Kept> kept_;
+  std::map<std::uint64_t, MPI_Comm> native_;
+  int level_ = MPI_THREAD_SINGLE;
   std::chrono::milliseconds patience_{};  // none: as long as it takes
 };
 

@@ -46,8 +46,14 @@ class ProcessBackend : public CollectiveBackend {
   }
 
   BackendPtr split_into(const std::vector<int>& ranks, int place) override {
-    return c10::make_intrusive<ProcessBackend>(hub_, hub_->split(group_, ranks, place),
-                                               this->timeout());
+    auto part = c10::make_intrusive<ProcessBackend>(hub_, hub_->split(group_, ranks, place),
+                                                    this->timeout());
+    if (hub_->reduces_natively()) {
+      // What follows waits for all of them without end, so they must be known to be there.
+      part->barrier({})->wait();
+      hub_->prepare(*part->group_);
+    }
+    return part;
   }
 
  private:

@@ -155,7 +155,21 @@ Hub::~Hub() {
 
 // ---- Calls of this rank -------------------------------------------------------------------------
 
+void Hub::check_native(const Call& call) const {
+  if (call.reduction == c10d::ReduceOp::UNUSED || !transport_->reduces_natively()) {
+    return;
+  }
+  for (const auto& transfer : call.transfers) {
+    const auto problem = transport_->why_not_native(call.reduction, transfer.dtype, transfer.numel);
+    if (!problem.empty()) {
+      throw UsageError(fmt::format("rank {}: {}: {}", call.rank,
+                                   in_process::operation_name(call.operation), problem));
+    }
+  }
+}
+
 ExchangePtr Hub::post(const GroupPtr& group, Call call) {
+  check_native(call);
   std::unique_ptr<Staging> staging;
   if (!call.device().is_cpu()) {
     staging = std::make_unique<Staging>(call);
@@ -732,7 +746,7 @@ bool Hub::announce(Exchange& exchange, int caller) {
   ++exchange.announced_;
   const auto& group = *exchange.group_;
   const auto& call = exchange.calls_[caller];
-  const Plan plan(call, static_cast<int>(group.ranks.size()));
+  const auto plan = plan_of(exchange, caller);
   for (int member = 0; member < static_cast<int>(group.ranks.size()); ++member) {
     if (member == group.rank || (exchange.is_transfer_ && member != call.root)) {
       continue;
@@ -777,14 +791,19 @@ void Hub::start_phase(Exchange& exchange) {
     return;  // from this rank to itself
   }
   const int caller = exchange.is_transfer_ ? (exchange.is_posted_[0] ? 0 : 1) : group.rank;
-  const auto& call = exchange.calls_[caller];
   if (exchange.plan_ == nullptr) {
-    exchange.plan_ = std::make_unique<Plan>(call, static_cast<int>(group.ranks.size()));
+    exchange.plan_ = std::make_unique<Plan>(plan_of(exchange, caller));
   }
   auto& plan = *exchange.plan_;
   const int phase = exchange.phase_;
   const Lane lane{group.id, exchange.number_,
                   static_cast<std::uint32_t>(exchange.is_transfer_ ? 2 : phase)};
+  if (phase == 0) {
+    for (auto& reduction : plan.native()) {
+      exchange.requests_.emplace_back(group.rank,
+                                      transport_->reduce(group.id, std::move(reduction)));
+    }
+  }
   // Neighbours first: if every rank began with rank 0, that one would be a bottleneck.
   const int size = static_cast<int>(group.ranks.size());
   for (int step = 1; step < size; ++step) {
@@ -816,6 +835,11 @@ void Hub::start_phase(Exchange& exchange) {
                                 std::make_shared<at::Tensor>(*slice.tensor)}));
     }
   }
+}
+
+Plan Hub::plan_of(const Exchange& exchange, int caller) const {
+  return {exchange.calls_[caller], static_cast<int>(exchange.group_->ranks.size()),
+          transport_->reduces_natively()};
 }
 
 bool Hub::advance_moving() {

@@ -151,6 +151,9 @@ class Hub : public Transport::Receiver, public std::enable_shared_from_this<Hub>
   void abort(const GroupPtr& group);
   GroupPtr split(const GroupPtr& group, const std::vector<int>& ranks, int place);
   std::uint64_t posted(const Group& group) const;
+  bool reduces_natively() const { return transport_->reduces_natively(); }
+  /// All ranks of the group call this, once each of them has made it.
+  void prepare(const Group& group) { transport_->prepare(group.id, group.ranks); }
 
   /// After `leave`: finishes what this rank has posted, for at most `timeout`, and ends the thread.
   void close(std::chrono::milliseconds timeout);
@@ -207,6 +210,8 @@ class Hub : public Transport::Receiver, public std::enable_shared_from_this<Hub>
   bool start_ready();
   bool advance_moving();
   void start_phase(Exchange& exchange);
+  Plan plan_of(const Exchange& exchange, int caller) const;
+  void check_native(const in_process::Call& call) const;
   bool advance(const ExchangePtr& exchange);
   void finish(Exchange& exchange);
   void break_all(const std::string& problem);

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <type_traits>
 
 #include "reduce_kernels.h"
 
@@ -49,9 +51,16 @@ void copy(const Slice& from, const Slice& to) {
 
 }  // namespace
 
-Plan::Plan(const Call& call, int world_size)
-    : call_(call), world_size_(world_size), in_parts_(wants_parts(call)) {
+Plan::Plan(const Call& call, int world_size, bool is_native)
+    : call_(call),
+      world_size_(world_size),
+      is_native_(is_native && call.reduction != c10d::ReduceOp::UNUSED),
+      in_parts_(!is_native && wants_parts(call)) {
   if (!reduces()) {
+    return;
+  }
+  if (is_native_) {
+    results_.resize(call_.transfers.size());
     return;
   }
   for (const auto& transfer : call_.transfers) {
@@ -114,6 +123,9 @@ Slice Plan::taken_from(const Transfer& transfer, int peer) const {
 
 std::vector<Slice> Plan::outgoing(int phase, int peer) const {
   std::vector<Slice> slices;
+  if (is_native_) {
+    return slices;
+  }
   for (std::size_t i = 0; i < call_.transfers.size(); ++i) {
     const auto& transfer = call_.transfers[i];
     Slice slice;
@@ -135,6 +147,9 @@ std::vector<Slice> Plan::outgoing(int phase, int peer) const {
 
 std::vector<Slice> Plan::incoming(int phase, int peer) {
   std::vector<Slice> slices;
+  if (is_native_) {
+    return slices;
+  }
   for (std::size_t i = 0; i < call_.transfers.size(); ++i) {
     const auto& transfer = call_.transfers[i];
     Slice slice;
@@ -161,7 +176,11 @@ void Plan::finish(int phase) {
     return;
   }
   for (std::size_t i = 0; i < call_.transfers.size(); ++i) {
-    reduces() ? reduce(i) : copy_own(call_.transfers[i]);
+    if (is_native_) {
+      finish_native(i);
+    } else {
+      reduces() ? reduce(i) : copy_own(call_.transfers[i]);
+    }
   }
 }
 
@@ -205,6 +224,75 @@ void Plan::reduce(std::size_t index) {
   const std::vector<void*> targets = {result_of(index).data()};
   in_process::reduce_in_order(call_.reduction, call_.transfers[index].dtype, sources, targets,
                               numel);
+}
+
+std::vector<NativeReduction> Plan::native() {
+  using Kind = NativeReduction::Kind;
+  std::vector<NativeReduction> reductions;
+  const auto as_stretch = [](const Slice& slice) {
+    return Stretch{slice.data(), static_cast<std::size_t>(slice.nbytes()),
+                   std::make_shared<at::Tensor>(*slice.tensor)};
+  };
+  for (std::size_t i = 0; is_native_ && i < call_.transfers.size(); ++i) {
+    const auto& transfer = call_.transfers[i];
+    NativeReduction native;
+    native.reduction =
+        call_.reduction == c10d::ReduceOp::AVG ? c10d::ReduceOp::SUM : call_.reduction;
+    native.dtype = transfer.dtype;
+    native.root = call_.root;
+    native.numel = transfer.numel;
+    if (transfer.numel == 0) {
+      continue;
+    }
+    if (call_.operation == Operation::kAllReduce) {
+      native.from = as_stretch(transfer.to[0]);
+      native.to = native.from;
+    } else {
+      // MPI wants the results apart from what is given, and that in one piece.
+      const auto& result = set_aside(transfer.numel, transfer.dtype);
+      results_[i] = {&result, 0, transfer.numel};
+      native.to = as_stretch(results_[i]);
+      if (call_.operation == Operation::kReduce) {
+        native.kind = Kind::kReduce;
+        native.from = as_stretch(transfer.from[0]);
+      } else {
+        native.kind = Kind::kReduceScatter;
+        const auto& given = set_aside(transfer.numel * world_size_, transfer.dtype);
+        for (int rank = 0; rank < world_size_; ++rank) {
+          copy(transfer.from[rank], {&given, rank * transfer.numel, transfer.numel});
+        }
+        native.from = as_stretch({&given, 0, given.numel()});
+      }
+    }
+    reductions.push_back(std::move(native));
+  }
+  return reductions;
+}
+
+// The transport has added up: what is left is the division of a mean, and to put it into place.
+void Plan::finish_native(std::size_t index) {
+  const auto& transfer = call_.transfers[index];
+  if (transfer.numel == 0 || (call_.operation == Operation::kReduce && !is_root())) {
+    return;
+  }
+  const auto to = transfer.to[0];
+  if (call_.operation != Operation::kAllReduce) {
+    copy(results_[index], to);
+  }
+  if (call_.reduction != c10d::ReduceOp::AVG) {
+    return;
+  }
+  const auto divide = [&](auto* values) {
+    for (std::int64_t i = 0; i < to.numel; ++i) {
+      values[i] /= static_cast<std::remove_reference_t<decltype(*values)>>(world_size_);
+    }
+  };
+  if (transfer.dtype == c10::kDouble) {
+    divide(reinterpret_cast<double*>(to.data()));
+  } else {
+    TORCH_INTERNAL_ASSERT(transfer.dtype == c10::kFloat);
+    divide(reinterpret_cast<float*>(to.data()));
+  }
 }
 
 const at::Tensor& Plan::set_aside(std::int64_t numel, c10::ScalarType dtype) {

@@ -3,12 +3,14 @@
 // ranks, in order, and stretches of memory that are sent and filled without a copy where that is
 // possible. Nothing here waits; whoever uses it calls `progress` again and again.
 
-#include <atomic>
+#include <c10/core/ScalarType.h>
+
 #include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
 namespace fsdp::processes {
@@ -43,7 +45,20 @@ class Request {
 };
 using RequestPtr = std::shared_ptr<Request>;
 
-/// All functions but `name` are called by one thread. They throw an fsdp::Error if the transport is
+/// A sum (or minimum, ...) that the transport itself works out, in an order of its own.
+struct NativeReduction {
+  enum class Kind { kAllReduce, kReduceScatter, kReduce };
+  Kind kind = Kind::kAllReduce;
+  c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM;  // a mean is asked for as a sum
+  c10::ScalarType dtype = c10::kFloat;
+  int root = 0;
+  std::int64_t numel = 0;  // of the result
+  Stretch from;            // of all ranks' results in a reduce-scatter
+  Stretch to;              // on a rank that has no result, nothing
+};
+
+/// All functions but `name`, `reduces_natively`, `why_not_native` and `prepare` are called by one
+/// thread. They throw an fsdp::Error if the transport is
 /// broken for good; it is then only destroyed.
 class Transport {
  public:
@@ -72,6 +87,16 @@ class Transport {
   virtual bool progress(Receiver& receiver) = 0;
   /// Whether all that was posted and sent is out of this process's hands.
   virtual bool is_flushed() const = 0;
+  /// Whether reductions are to be the transport's own.
+  virtual bool reduces_natively() const { return false; }
+  /// Why it cannot do this one; nothing if it can.
+  virtual std::string why_not_native(c10d::ReduceOp::RedOpType, c10::ScalarType,
+                                     std::int64_t /*numel*/) const {
+    return {};
+  }
+  /// All ranks in `members` call this, for a group that will reduce natively.
+  virtual void prepare(std::uint64_t /*group*/, const std::vector<int>& /*members*/) {}
+  virtual RequestPtr reduce(std::uint64_t /*group*/, NativeReduction) { return nullptr; }
   /// Called once at the end, if the transport is not broken: nobody expects anything of this rank.
   /// If a group has failed, other ranks may not come so far.
   virtual void close(bool /*has_failed*/) {}
