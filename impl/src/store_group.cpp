@@ -124,7 +124,14 @@ class Joining {
       if (!store_->check({size_key(rank)})) {
         continue;
       }
-      const auto told = store_->get_to_str(size_key(rank));
+      std::string told;
+      try {
+        // It may have joined, and removed the key, since.
+        const c10d::StoreTimeoutGuard guard(*store_, milliseconds(200));
+        told = store_->get_to_str(size_key(rank));
+      } catch (const c10::DistStoreError&) {
+        continue;
+      }
       if (told != fmt::format("{}", world_size_)) {
         throw UsageError(
             fmt::format("rank {}: group \"{}\" has {} ranks here and {} on rank {}; "
