@@ -183,6 +183,7 @@ class Tree:
             for pid in set(living) - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGCONT)  # one that is stopped cannot heed it
             signalled.update(living)
             time.sleep(0.05)
         deadline = time.monotonic() + TERM_PATIENCE

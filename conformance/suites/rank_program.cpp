@@ -155,6 +155,15 @@ void run_cycle(const Options& options) {
   fsdp::destroy_process_group();
 }
 
+/// Rank 0 may serve the store in which the others still read what went wrong.
+void leave_in_good_order() {
+  try {
+    fsdp::destroy_process_group();
+  } catch (const std::exception&) {
+    // What came first was said.
+  }
+}
+
 int run(const Options& options) {
   int code = kExitHeld;
   const auto say = [&](int ends_with, const char* what) {
@@ -176,8 +185,13 @@ int run(const Options& options) {
     say(kExitUsage, error.what());
   } catch (const fsdp::TimeoutError& error) {
     say(kExitTimedOut, error.what());
+  } catch (const c10::Error& error) {
+    say(kExitBroken, error.what_without_backtrace());
   } catch (const std::exception& error) {
     say(kExitBroken, error.what());
+  }
+  if (fsdp::is_initialized()) {
+    leave_in_good_order();
   }
   return code;
 }

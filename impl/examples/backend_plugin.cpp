@@ -122,9 +122,7 @@ class StoreBackend : public c10d::Backend {
     auto* data = static_cast<std::uint8_t*>(piece.data_ptr());
     auto left = static_cast<std::int64_t>(piece.nbytes());
     for (const auto& prefix : keys) {
-      const auto key = prefix + std::to_string(rank);
-      store_->wait({key}, timeout_);
-      const auto value = store_->get(key);
+      const auto value = wait_for(prefix + std::to_string(rank), rank);
       require(static_cast<std::int64_t>(value.size()) == std::min(left, kLargestValue),
               "a call in which ranks bring different sizes");
       std::memcpy(data, value.data(), value.size());
@@ -132,6 +130,19 @@ class StoreBackend : public c10d::Backend {
       left -= static_cast<std::int64_t>(value.size());
     }
     return piece;
+  }
+
+  Bytes wait_for(const std::string& key, int rank) {
+    try {
+      store_->wait({key}, timeout_);
+      return store_->get(key);
+    } catch (const c10::Error& error) {
+      const std::string text = error.what_without_backtrace();
+      throw std::runtime_error("rank " + std::to_string(rank_) +
+                               ": example_plugin: nothing came from rank " + std::to_string(rank) +
+                               " (" + text.substr(0, text.find('\n')) +
+                               "); wanted: its part of the collective; see how it ended");
+    }
   }
 
   void remove_when_all_have_read(const std::string& call, const std::vector<std::string>& keys) {

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "fsdp/errors.h"
@@ -66,29 +67,56 @@ Resolved resolve(BoundedThread& thread, const Address& address, Clock::time_poin
   return std::move(*found);
 }
 
-/// 0, or the errno of the try.
-int try_to_connect(const addrinfo& address, milliseconds patience) {
-  const int file = ::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (file < 0) {
-    return errno;
+/// A socket, closed at the end of the scope.
+class Socket {
+ public:
+  explicit Socket(int file) : file_(file) {}
+  Socket(Socket&& other) noexcept : file_(std::exchange(other.file_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(file_, other.file_);
+    return *this;
   }
-  int error = ::connect(file, address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
+  ~Socket() {
+    if (file_ >= 0) {
+      ::close(file_);
+    }
+  }
+  int file() const { return file_; }
+
+ private:
+  int file_;
+};
+
+struct Try {
+  Socket connection;
+  int error = 0;  // errno; 0 if it is connected
+};
+
+Try try_to_connect(const addrinfo& address, milliseconds patience) {
+  Socket connection(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (connection.file() < 0) {
+    return {std::move(connection), errno};
+  }
+  int error =
+      ::connect(connection.file(), address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
   if (error == EINPROGRESS) {
-    pollfd entry{file, POLLOUT, 0};
+    pollfd entry{connection.file(), POLLOUT, 0};
     if (::poll(&entry, 1, static_cast<int>(patience.count())) <= 0) {
       error = ETIMEDOUT;
     } else {
       socklen_t size = sizeof error;
-      ::getsockopt(file, SOL_SOCKET, SO_ERROR, &error, &size);
+      ::getsockopt(connection.file(), SOL_SOCKET, SO_ERROR, &error, &size);
     }
   }
-  ::close(file);
-  return error;
+  return {std::move(connection), error};
 }
 
-/// Returns once somebody listens. TCPStore's own tries print a page each.
-void wait_for_listener(const Address& address, int rank, Clock::time_point deadline,
-                       milliseconds timeout) {
+/// Returns once somebody listens, with a connection to keep until the store has its own: a
+/// connection that ends before TCPStore's server has accepted it can hold that server up for 5 s
+/// (seen with libtorch 2.11: it asks the name service for a peer it cannot name). TCPStore's own
+/// tries would print a page each.
+Socket wait_for_listener(const Address& address, int rank, Clock::time_point deadline,
+                         milliseconds timeout) {
   BoundedThread thread;
   int seen = 0;          // errno
   int lookup_error = 0;  // getaddrinfo's
@@ -96,10 +124,11 @@ void wait_for_listener(const Address& address, int rank, Clock::time_point deadl
     const auto found = resolve(thread, address, deadline);
     lookup_error = found.error;
     for (const auto* at = found.list.get(); at != nullptr; at = at->ai_next) {
-      seen = try_to_connect(*at, std::min(until(deadline), kConnectPatience));
-      if (seen == 0) {
-        return;
+      auto tried = try_to_connect(*at, std::min(until(deadline), kConnectPatience));
+      if (tried.error == 0) {
+        return std::move(tried.connection);
       }
+      seen = tried.error;
     }
     std::this_thread::sleep_for(std::min(kRetryDelay, until(deadline)));
   } while (Clock::now() < deadline);
@@ -179,8 +208,9 @@ StorePtr connect_store(const LaunchEnvironment& environment, milliseconds timeou
   }
   const auto deadline = Clock::now() + timeout;
   const bool serve = place.rank == 0 && !environment.agent_store;
+  Socket listener_is_there(-1);
   if (!serve) {
-    wait_for_listener(address, place.rank, deadline, timeout);
+    listener_is_there = wait_for_listener(address, place.rank, deadline, timeout);
   }
   const auto store = open_store(address, serve, place.rank, until(deadline));
   store->setTimeout(timeout);

@@ -106,6 +106,9 @@ void set_device(int local_rank);
 /// it serves the store. A later init_process_group makes a new group; the connection to the store,
 /// and rank 0's server, are kept for it until the process ends.
 ///
+/// After an error it should be called, too, before the process ends: rank 0 then stays until the
+/// others have read what they wait for.
+///
 /// Throws UsageError if there is no group, TimeoutError if a rank did not come here in time (it is
 /// named), PeerError if the store's server went away. The group is gone all the same.
 void destroy_process_group();
