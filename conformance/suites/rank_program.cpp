@@ -16,7 +16,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
 
@@ -32,7 +34,9 @@ struct Options {
   int cycles = 1;       // of init and destroy
   std::string fault;    // what goes wrong
   int fault_rank = 1;   // on which rank
-  bool pause = false;   // before the collectives, until a signal
+  bool pause = false;   // after the collectives, until a signal
+  bool leaks = false;   // compare what the process holds after the first and the last cycle
+  std::string tag;      // to be found by in the list of processes
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -164,8 +168,41 @@ void leave_in_good_order() {
   }
 }
 
+/// What a process holds; memory in pages.
+struct Holdings {
+  long files = 0;
+  long threads = 0;
+  long memory = 0;
+};
+
+long entries(const char* folder) {
+  return std::distance(std::filesystem::directory_iterator(folder), {});
+}
+
+Holdings holdings() {
+  Holdings now;
+  std::ifstream("/proc/self/statm") >> now.memory >> now.memory;  // the second is what is resident
+  now.files = entries("/proc/self/fd");
+  now.threads = entries("/proc/self/task");
+  return now;
+}
+
+void check_leaks(const Holdings& first) {
+  constexpr long kPages = 8L << 20 >> 12;                // 8 MiB
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // threads end in their own time
+  const auto last = holdings();
+  if (last.files > first.files || last.threads > first.threads ||
+      last.memory > first.memory + kPages) {
+    throw WrongResult("files " + std::to_string(first.files) + " -> " + std::to_string(last.files) +
+                      ", threads " + std::to_string(first.threads) + " -> " +
+                      std::to_string(last.threads) + ", pages " + std::to_string(first.memory) +
+                      " -> " + std::to_string(last.memory) + "; wanted: no more than at first");
+  }
+}
+
 int run(const Options& options) {
   int code = kExitHeld;
+  Holdings first;
   const auto say = [&](int ends_with, const char* what) {
     std::fprintf(stderr, "%s\n", what);
     code = ends_with;
@@ -173,6 +210,13 @@ int run(const Options& options) {
   try {
     for (int cycle = 0; cycle < options.cycles; ++cycle) {
       run_cycle(options);
+      if (cycle == 0 && options.leaks) {
+        std::this_thread::sleep_for(std::chrono::seconds(1));
+        first = holdings();
+      }
+    }
+    if (options.leaks) {
+      check_leaks(first);
     }
     if (options.fault == "destroy-twice") {
       fsdp::destroy_process_group();
@@ -211,6 +255,8 @@ int main(int argc, char** argv) {
                  "destroy-twice; use-after-destroy");
   app.add_option("--fault-rank", options.fault_rank);
   app.add_flag("--pause", options.pause, "wait for a signal after the collectives");
+  app.add_flag("--leaks", options.leaks, "files, threads and memory must not grow over the cycles");
+  app.add_option("--tag", options.tag, "to be found by in the list of processes");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   const int code = shardproof::run(options);

@@ -14,8 +14,8 @@
 #include <memory>
 #include <optional>
 #include <thread>
-#include <utility>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 
 #include "fsdp/errors.h"
 #include "rendezvous.h"
@@ -97,8 +97,7 @@ Try try_to_connect(const addrinfo& address, milliseconds patience) {
   if (connection.file() < 0) {
     return {std::move(connection), errno};
   }
-  int error =
-      ::connect(connection.file(), address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
+  int error = ::connect(connection.file(), address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
   if (error == EINPROGRESS) {
     pollfd entry{connection.file(), POLLOUT, 0};
     if (::poll(&entry, 1, static_cast<int>(patience.count())) <= 0) {
