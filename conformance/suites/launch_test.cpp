@@ -212,7 +212,7 @@ TEST(Launch, AVendorsBackendComesFromItsLibrary) {
   EXPECT_THAT(ended.text, HasSubstr("torchrun, example_plugin)"));
 }
 
-TEST(Launch, InitAndDestroyManyTimesLeaveNothing) {
+TEST(Launch, InitAndDestroyManyTimesLeavesNothing) {
   for (const std::string with : {"none", "torchrun"}) {
     const auto ended = launch(with, 2, "--cycles 100 --leaks");
     EXPECT_EQ(ended.code, kExitHeld) << ended.text.substr(ended.text.size() / 2);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -266,6 +267,18 @@ void announce(const DefaultGroup& group, const std::string& backend, const InitO
   }
 }
 
+/// After an error: a rank that serves the store stays until the others have seen theirs.
+void leave_quietly(const DefaultGroup& group) {
+  if (group.store == nullptr) {
+    return;
+  }
+  try {
+    leave(group.store, group.roll_call, std::min(group.timeout, milliseconds(10000)));
+  } catch (const Error&) {
+    // What went wrong first is what counts.
+  }
+}
+
 DefaultGroup make_group(Registry& all, const InitOptions& options, int generation) {
   DefaultGroup group;
   group.environment = read_launch_environment(process_environment);
@@ -290,7 +303,12 @@ DefaultGroup make_group(Registry& all, const InitOptions& options, int generatio
     meet(group.store, group.roll_call, options.timeout);
     backends_store = c10::make_intrusive<c10d::PrefixStore>("backend", group.store);
   }
-  group.backend = make_backend(backend, group, options, backends_store);
+  try {
+    group.backend = make_backend(backend, group, options, backends_store);
+  } catch (...) {
+    leave_quietly(group);
+    throw;
+  }
   if (checking) {
     group.backend = check_collectives(group.backend);
   }

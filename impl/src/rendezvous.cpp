@@ -90,13 +90,16 @@ auto with_store(int rank, const char* doing, const Body& body) {
 
 /// Whether the key came in time. Short waits, because a server that dies is noticed between them.
 bool wait_for(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
-  milliseconds pause{1};
+  const auto start = Clock::now();
   while (!store.check({key})) {
-    if (Clock::now() >= deadline) {
+    const auto now = Clock::now();
+    if (now >= deadline) {
       return false;
     }
-    std::this_thread::sleep_for(std::min(pause, until(deadline)));
-    pause = std::min(pause * 2, milliseconds(50));
+    // At most a tenth is added to a wait, and hundreds of ranks do not drown the server.
+    const auto waited = std::chrono::duration_cast<milliseconds>(now - start);
+    std::this_thread::sleep_for(
+        std::min(std::clamp(waited / 10, milliseconds(1), milliseconds(50)), until(deadline)));
   }
   return true;
 }
@@ -161,28 +164,35 @@ std::optional<std::string> problem_with_last(const std::vector<Record>& arrived)
   return std::nullopt;
 }
 
+struct Judgement {
+  std::string text;
+  bool good = false;
+  bool late = false;       // ranks are missing
+  int others_to_hear = 0;  // before the store may end
+};
+
 /// Rank 0: reads the records as they come, and says what is to be said to all.
-std::string judge(c10d::Store& store, const RollCall& mine, Clock::time_point deadline,
-                  milliseconds timeout, bool& late) {
+Judgement judge(c10d::Store& store, const RollCall& mine, Clock::time_point deadline,
+                milliseconds timeout) {
   std::vector<Record> arrived;
   while (static_cast<int>(arrived.size()) < mine.world_size) {
     const auto key = arrival_key(static_cast<std::int64_t>(arrived.size()) + 1);
     if (!wait_for(store, key, deadline)) {
-      late = true;
-      return missing_text(arrived, mine.world_size, timeout);
+      return {missing_text(arrived, mine.world_size, timeout), false, true,
+              static_cast<int>(arrived.size()) - 1};
     }
     arrived.push_back(to_record(store.get_to_str(key)));
     if (const auto problem = problem_with_last(arrived)) {
-      return *problem;
+      return {*problem, false, false, mine.world_size - 1};  // the rest may be on its way
     }
   }
-  return fmt::format("{}{}", kAllHere, mine.world_size);
+  return {fmt::format("{}{}", kAllHere, mine.world_size), true};
 }
 
 /// Lets the others read the verdict before the store ends with this process.
-void linger(c10d::Store& store, int world_size) {
+void linger(c10d::Store& store, int others) {
   const auto deadline = Clock::now() + kLinger;
-  while (store.add(kHeard, 0) < world_size - 1 && Clock::now() < deadline) {
+  while (store.add(kHeard, 0) < others && Clock::now() < deadline) {
     std::this_thread::sleep_for(milliseconds(20));
   }
 }
@@ -232,12 +242,13 @@ void meet(const StorePtr& store, const RollCall& mine, milliseconds timeout) {
   const auto verdict = with_store(mine.rank, "was waiting for the others", [&]() -> std::string {
     store->set(arrival_key(store->add(kArrivals, 1)), to_text(own_record(mine)));
     if (mine.rank == 0) {
-      auto judgement = judge(*store, mine, early, timeout, late);
-      store->set(kVerdict, (late ? "late " : "said ") + judgement);
-      if (mine.serves_store() && judgement.rfind(kAllHere, 0) != 0) {
-        linger(*store, mine.world_size);
+      const auto judgement = judge(*store, mine, early, timeout);
+      late = judgement.late;
+      store->set(kVerdict, (late ? "late " : "said ") + judgement.text);
+      if (mine.serves_store() && !judgement.good) {
+        linger(*store, judgement.others_to_hear);
       }
-      return judgement;
+      return judgement.text;
     }
     if (!wait_for(*store, kVerdict, deadline)) {
       late = true;
