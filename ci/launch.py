@@ -69,6 +69,8 @@ def clean_environment():
         if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
     }
     kept.setdefault("OMP_NUM_THREADS", "1")
+    # TCPStore asks the name service for its peers; one that does not answer must not cost 5 s a time.
+    kept.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     return kept
 
 

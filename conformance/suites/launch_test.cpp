@@ -214,11 +214,11 @@ TEST(Launch, AVendorsBackendComesFromItsLibrary) {
 
 TEST(Launch, InitAndDestroyManyTimesLeavesNothing) {
   for (const std::string with : {"none", "torchrun"}) {
-    const auto ended = launch(with, 2, "--cycles 100 --leaks");
+    const auto ended = launch(with, 2, "--cycles 1000 --leaks");
     EXPECT_EQ(ended.code, kExitHeld) << ended.text.substr(ended.text.size() / 2);
     int count = 0;
     EXPECT_EQ(digests(ended, count).size(), 1U);
-    EXPECT_EQ(count, 200);
+    EXPECT_EQ(count, 2000);
   }
 }
 

@@ -2,12 +2,14 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace fsdp {
 
@@ -89,6 +91,27 @@ constexpr milliseconds kSlack{500};
 using Bytes = std::vector<std::uint8_t>;
 using Keys = std::vector<std::string>;
 
+/// Connections that nobody uses, for the next clone(). TCPStore asks the name service for its peer
+/// at each new connection, which may take seconds, and a group made anew wants one each time.
+struct IdleConnections {
+  std::mutex mutex;
+  std::vector<StorePtr> stores;
+
+  StorePtr take() {
+    const std::scoped_lock lock(mutex);
+    if (stores.empty()) {
+      return nullptr;
+    }
+    auto store = std::move(stores.back());
+    stores.pop_back();
+    return store;
+  }
+  void put(StorePtr store) {
+    const std::scoped_lock lock(mutex);
+    stores.push_back(std::move(store));
+  }
+};
+
 class BoundedStore : public c10d::Store {
  private:
   template <typename Body>
@@ -112,7 +135,16 @@ class BoundedStore : public c10d::Store {
   }
 
   void finish(const char* operation, std::function<void()> task, milliseconds timeout) {
-    if (!thread_.run(std::move(task), timeout + kSlack)) {
+    // What a call that failed left on its way cannot be told, so the connection is not used again.
+    bool answered = false;
+    try {
+      answered = thread_.run(std::move(task), timeout + kSlack);
+    } catch (...) {
+      has_failed_ = true;
+      throw;
+    }
+    if (!answered) {
+      has_failed_ = true;
       C10_THROW_ERROR(DistStoreError,
                       c10::str("the store's server did not answer ", operation, " within ",
                                timeout.count(), " ms (is its process stopped?)"));
@@ -120,11 +152,25 @@ class BoundedStore : public c10d::Store {
   }
 
  public:
-  explicit BoundedStore(StorePtr inner)
-      : c10d::Store(inner->getTimeout()), inner_(std::move(inner)) {}
+  BoundedStore(StorePtr inner, std::shared_ptr<IdleConnections> idle, bool goes_back)
+      : c10d::Store(inner->getTimeout()),
+        inner_(std::move(inner)),
+        idle_(std::move(idle)),
+        goes_back_(goes_back) {}
+  ~BoundedStore() override {
+    if (goes_back_ && !has_failed_) {
+      idle_->put(std::move(inner_));
+    }
+  }
 
   StorePtr clone() override {
-    return make_bounded_store(call("clone", [](auto& store) { return store.clone(); }));
+    auto connection = idle_->take();
+    if (connection == nullptr) {
+      connection = call("clone", [](auto& store) { return store.clone(); });
+    }
+    auto copy = c10::make_intrusive<BoundedStore>(std::move(connection), idle_, true);
+    copy->setTimeout(timeout_);
+    return copy;
   }
   void setTimeout(const milliseconds& timeout) override {
     timeout_ = timeout;
@@ -185,13 +231,17 @@ class BoundedStore : public c10d::Store {
 
  private:
   StorePtr inner_;
+  std::shared_ptr<IdleConnections> idle_;
+  bool goes_back_;  // to the idle ones, when we end
+  std::atomic<bool> has_failed_ = false;
   BoundedThread thread_;
 };
 
 }  // namespace
 
 StorePtr make_bounded_store(StorePtr inner) {
-  return c10::make_intrusive<BoundedStore>(std::move(inner));
+  return c10::make_intrusive<BoundedStore>(std::move(inner), std::make_shared<IdleConnections>(),
+                                           /*goes_back=*/false);
 }
 
 }  // namespace fsdp

@@ -105,7 +105,7 @@ FoundLibrary find_mpi_library(const std::string& flavour) {
 }
 
 std::string pick_backend(const LaunchEnvironment& environment) {
-  if (gpus() != nullptr && gpus()->count() > 0) {
+  if (gpus() != nullptr && gpus()->make_nccl != nullptr && gpus()->count() > 0) {
     return "nccl";
   }
   const auto& place = environment.placement;
@@ -230,6 +230,12 @@ const Gpus& gpus_for_nccl(const LaunchEnvironment& environment) {
     refuse(environment,
            "backend 'nccl', but this program was built without CUDA; wanted: one that links "
            "fsdp::cuda, or backend mpi or store");
+  }
+  if (gpus()->make_nccl == nullptr) {
+    refuse(
+        environment,
+        "backend 'nccl', but fsdp::cuda was built without NCCL's header; wanted: one built where "
+        "nccl.h is found, or backend mpi or store");
   }
   set_device(environment.placement.local_rank);
   return *gpus();

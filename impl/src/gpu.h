@@ -12,6 +12,7 @@ namespace fsdp {
 struct Gpus {
   int (*count)();
   void (*select)(int device);
+  /// Null if it was built without NCCL.
   BackendPtr (*make_nccl)(const StorePtr& store, int rank, int world_size, int device,
                           std::chrono::milliseconds timeout);
 };

@@ -1,10 +1,13 @@
-// The CUDA half of gpu.h: devices, and torch's ProcessGroupNCCL.
-
-#include "gpu.h"
+// The CUDA half of gpu.h: devices, and torch's ProcessGroupNCCL where NCCL's header was found.
 
 #include <c10/cuda/CUDAFunctions.h>
 
+#include "gpu.h"
+
+#ifdef SHARDPROOF_WITH_NCCL
+#define USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
 
 namespace fsdp {
 namespace {
@@ -17,6 +20,7 @@ void select(int device) {
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
 }
 
+#ifdef SHARDPROOF_WITH_NCCL
 BackendPtr make_nccl(const StorePtr& store, int rank, int world_size, int device,
                      std::chrono::milliseconds timeout) {
   auto options = c10d::ProcessGroupNCCL::Options::create();
@@ -27,6 +31,9 @@ BackendPtr make_nccl(const StorePtr& store, int rank, int world_size, int device
   group->eagerConnectSingleDevice(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
   return group;
 }
+#else
+constexpr decltype(Gpus::make_nccl) make_nccl = nullptr;
+#endif
 
 const RegisterGpus cuda({count, select, make_nccl});
 

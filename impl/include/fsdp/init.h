@@ -70,10 +70,10 @@ Placement read_placement(const EnvironmentLookup& lookup);
 /// Makes the default group of this process, and returns it. Collective: every rank calls it, with
 /// the same backend and timeout.
 ///
-/// The backend, if none is asked for: "nccl" if the program was built with CUDA and sees a GPU;
-/// else under mpirun "mpi" if its library is found, in the folder that FSDP_BACKEND_PATH names or
-/// beside the program (libfsdp_mpi_openmpi.so or libfsdp_mpi_mpich.so); else "in_process" for one
-/// rank without launcher, and "store" for the rest. Rank 0 says on stderr which it is.
+/// The backend, if none is asked for: "nccl" if the program was built with CUDA and NCCL and sees a
+/// GPU; else under mpirun "mpi" if its library is found, in the folder that FSDP_BACKEND_PATH names
+/// or beside the program (libfsdp_mpi_openmpi.so or libfsdp_mpi_mpich.so); else "in_process" for
+/// one rank without launcher, and "store" for the rest. Rank 0 says on stderr which it is.
 ///
 /// All but "in_process" and "mpi" meet through a TCPStore at MASTER_ADDR:MASTER_PORT. Rank 0 serves
 /// it, or with TORCHELASTIC_USE_AGENT_STORE torchrun's agent does. There the ranks compare world
