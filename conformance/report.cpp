@@ -218,6 +218,7 @@ json summary_json(const RunSummary& summary) {
           {"strikes", strikes_json(summary.strikes)},
           {"outcome", to_string(summary.outcome)},
           {"seconds", number(summary.seconds)},
+          {"trace_digest", summary.trace_digest},
           {"rows", std::move(rows)},
           {"guards", std::move(guards)},
           {"first_divergence", summary.has_divergence ? to_json(summary.first_divergence) : json()},

@@ -36,6 +36,9 @@ struct RunSummary {
   std::string fault;            // "" for none
   std::vector<Strike> strikes;  // where the fault struck, by step and rank
   double seconds = 0;
+  /// Of all that every rank computed in every step (16 hex digits): equal for
+  /// runs that are equal to the bit, whatever the ranks were and what they talked through.
+  std::string trace_digest;
   std::vector<SummaryRow> rows;
   std::vector<Verdict> guards;
   bool has_divergence = false;

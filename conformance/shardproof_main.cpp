@@ -24,6 +24,7 @@
 #include "conformance/trace_io.h"
 #include "fault_injection/catalogue.h"
 #include "fsdp/errors.h"
+#include "fsdp/init.h"
 #include "reference/wording.h"
 
 namespace shardproof {
@@ -36,9 +37,13 @@ Examples:
   shardproof run --corpus book.txt --report out  your own text; results in out/
   shardproof run --fault flipped_bit             a planted fault: ends 1 and names the place
   shardproof run --scenario scenario.json        everything from a file; options change single fields
+  torchrun --no-python --nproc_per_node=8 shardproof run      a process for each rank
 
 Variables: SHARDPROOF_PYTHON, as --python; SHARDPROOF_PYTHON_REFERENCE, where reference/python/reference.py is if the
 sources were moved; TMPDIR, a folder for temporary files.
+
+Started as several processes (torchrun --no-python, mpirun, srun, ci/launch), each is a rank: the number of ranks is
+the launcher's, rank 0 compares and reports, and all end with its code.
 
 Exit codes: 0 all checks held; 1 a check failed; 2 wrong usage or input; 70 the harness itself broke; 124 timed out.
 )";
@@ -50,6 +55,7 @@ struct RunArguments {
   std::string report;
   std::string fault;
   std::string python;
+  std::string backend_library;
   bool no_python = false;
   bool free_running = false;
   bool print_scenario = false;
@@ -116,8 +122,8 @@ class ScenarioOptions {
       }
     });
   }
-  /// Whether --data is given.
-  bool names_data() const { return app_.count("--data") > 0; }
+  /// Whether the option is given on the command line.
+  bool names(const std::string& option) const { return app_.count(option) > 0; }
   void apply(Scenario& scenario) const {
     for (const auto& change : changes_) {
       change(scenario);
@@ -251,7 +257,9 @@ void add_sharding_options(ScenarioOptions& options) {
       "gathers under way at once; 0 for no limit");
   options.add("--construction", &Scenario::construction,
               "plain, meta (made without storage) or sync (only rank 0 has the weights)");
-  options.add("--backend", &Scenario::backend, "in_process");
+  options.add("--backend", &Scenario::backend,
+              "in_process (ranks are threads); under a launcher store, mpi or nccl, default: what "
+              "fits");
   options.add("--device", &Scenario::device, "cpu");
 }
 
@@ -262,10 +270,13 @@ void add_scenario_options(ScenarioOptions& options) {
   add_sharding_options(options);
 }
 
-Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& options) {
+Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& options,
+                     const fsdp::Placement& placement) {
   Scenario scenario;
   if (!arguments.scenario_file.empty()) {
     scenario = load_scenario(arguments.scenario_file);
+  } else if (placement.launcher != "none") {
+    scenario.world_size = placement.world_size;
   }
   options.apply(scenario);
   if (!arguments.corpus.empty()) {
@@ -273,7 +284,7 @@ Scenario scenario_of(const RunArguments& arguments, const ScenarioOptions& optio
   }
   // The others read numbers, so text is only the default of the transformer.
   if (scenario.model.kind != "transformer" && scenario.data.kind == "bytes" &&
-      arguments.corpus.empty() && !options.names_data()) {
+      arguments.corpus.empty() && !options.names("--data")) {
     scenario.data.kind = "synthetic";
   }
   if (scenario.data.kind == "bytes" && scenario.data.corpus.empty()) {
@@ -330,9 +341,41 @@ int conclude(const SessionOptions& options, const RunSummary& summary) {
   return summary.outcome == Outcome::passed ? kExitHeld : kExitFailed;
 }
 
+/// Ends the process group when the run does, if there is one.
+class ProcessGroup {
+ public:
+  /// Joins the ranks that a launcher has started, or those that a backend other than in_process is
+  /// asked for. Then `scenario` is of the group's backend.
+  ProcessGroup(const RunArguments& arguments, const ScenarioOptions& options,
+               const fsdp::Placement& placement, Scenario& scenario) {
+    fsdp::InitOptions init;
+    init.backend = options.names("--backend") ? scenario.backend : "";
+    init.backend_library = arguments.backend_library;
+    init.timeout = std::chrono::seconds(arguments.timeout);
+    const bool is_asked_for =
+        !init.backend_library.empty() || (!init.backend.empty() && init.backend != "in_process");
+    if (placement.launcher == "none" && !is_asked_for) {
+      return;
+    }
+    group_ = fsdp::init_process_group(init);
+    scenario.backend = group_->getBackendName();
+  }
+  void destroy() {
+    if (group_ != nullptr) {
+      group_.reset();
+      fsdp::destroy_process_group();
+    }
+  }
+  const fsdp::BackendPtr& get() const { return group_; }
+
+ private:
+  fsdp::BackendPtr group_;
+};
+
 int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) {
+  const auto placement = fsdp::read_placement();
   SessionOptions options;
-  options.scenario = scenario_of(arguments, scenario_options);
+  options.scenario = scenario_of(arguments, scenario_options, placement);
   if (arguments.print_scenario) {
     print_scenario(options.scenario);
     return kExitHeld;
@@ -354,6 +397,14 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   options.python_executable = arguments.python;
   options.lockstep = !arguments.free_running;
   options.timeout = std::chrono::seconds(arguments.timeout);
+  ProcessGroup group(arguments, scenario_options, placement, options.scenario);
+  options.process_group = group.get();
+  if (placement.rank > 0) {
+    const int code = follow_session(options);
+    options.process_group.reset();
+    group.destroy();
+    return code;
+  }
   if (!arguments.quiet) {
     std::cerr << fmt::format("{}: {} steps on {} ranks, held to a single device\n",
                              dotted_name(options.scenario), options.scenario.steps,
@@ -363,6 +414,8 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   int code = kExitHeld;
   options.conclude = [&](const RunSummary& summary) { return code = conclude(options, summary); };
   run_session(options);
+  options.process_group.reset();
+  group.destroy();
   return code;
 }
 
@@ -451,6 +504,8 @@ int command(int argc, char** argv) {
   run_command->add_option("--python", arguments.python,
                           "interpreter of the Python reference; default: $SHARDPROOF_PYTHON, else "
                           "the one found when this was built");
+  run_command->add_option("--backend-library", arguments.backend_library,
+                          "shared library of a backend (fsdp/backend_library.h); needs a launcher");
   run_command->add_flag("--no-python", arguments.no_python, "leave the Python reference out");
   run_command->add_flag("--free-running", arguments.free_running,
                         "do not set the references to the subject's state before each step");

@@ -108,6 +108,7 @@ TEST(RanksApart, GiveTheSameVerdictsAsThreads) {
     const auto apart = run_apart(options, errors);
     EXPECT_THAT(errors, Each(""));
     EXPECT_EQ(apart.summary.outcome, Outcome::passed);
+    EXPECT_EQ(apart.summary.trace_digest, together.trace_digest);
     EXPECT_EQ(apart.codes, std::vector<int>(world_size - 1, 0));
     ASSERT_EQ(apart.summary.rows.size(), together.rows.size());
     for (std::size_t i = 0; i < together.rows.size(); ++i) {
