@@ -101,6 +101,7 @@ def run_as_rank(arguments):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            close_fds=False,  # MPICH's ranks talk to their mpirun through one (PMI_FD)
             preexec_fn=die_with_us,
         )
     except OSError as error:

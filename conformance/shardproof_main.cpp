@@ -344,8 +344,7 @@ int conclude(const SessionOptions& options, const RunSummary& summary) {
 /// Ends the process group when the run does, if there is one.
 class ProcessGroup {
  public:
-  /// Joins the ranks that a launcher has started, or those that a backend other than in_process is
-  /// asked for. Then `scenario` is of the group's backend.
+  /// Joins the ranks that a launcher has started, if any. Then `scenario` is of their backend.
   ProcessGroup(const RunArguments& arguments, const ScenarioOptions& options,
                const fsdp::Placement& placement, Scenario& scenario) {
     fsdp::InitOptions init;
@@ -354,7 +353,15 @@ class ProcessGroup {
     init.timeout = std::chrono::seconds(arguments.timeout);
     const bool is_asked_for =
         !init.backend_library.empty() || (!init.backend.empty() && init.backend != "in_process");
-    if (placement.launcher == "none" && !is_asked_for) {
+    if (placement.launcher == "none") {
+      if (is_asked_for) {
+        throw fsdp::UsageError(fmt::format(
+            "--backend{} {}: nothing has started this program as several ranks; wanted: torchrun "
+            "--no-python --nproc_per_node=N, mpirun -n N, srun or ci/launch before the command, or "
+            "--backend in_process",
+            arguments.backend_library.empty() ? "" : "-library",
+            arguments.backend_library.empty() ? init.backend : arguments.backend_library));
+      }
       return;
     }
     group_ = fsdp::init_process_group(init);

@@ -53,6 +53,7 @@ struct Launch {
   std::string backend;  // that the run must have used
   std::string arguments{};
   std::string nodes{};
+  std::string only_launched{};  // arguments for the processes
 };
 
 void PrintTo(const Launch& launch, std::ostream* out) {
@@ -62,7 +63,8 @@ void PrintTo(const Launch& launch, std::ostream* out) {
 Ended launched(const Launch& launch, const std::string& more) {
   return run(std::string(SHARDPROOF_SOURCE_FOLDER) + "/ci/launch --with " + launch.with + " -n " +
              std::to_string(launch.ranks) + " " + launch.nodes + " --timeout 240 -- " +
-             SHARDPROOF_COMMAND + kSmall + " " + launch.arguments + " " + more);
+             SHARDPROOF_COMMAND + kSmall + " " + launch.arguments + " " + launch.only_launched +
+             " " + more);
 }
 
 nlohmann::json summary_in(const std::filesystem::path& report) {
@@ -106,7 +108,7 @@ INSTANTIATE_TEST_SUITE_P(
         Launch{"mpich_2", "mpich", 2, "mpi", "--param-dtype bfloat16 --no-python"},
         Launch{"mpich_5", "mpich", 5, "mpi", "--optimizer sgd --momentum 0.9 --no-python"},
         Launch{"mpich_8", "mpich", 8, "mpi"},
-        Launch{"slurm_4", "slurm", 4, "store", "--backend store --no-python"}),
+        Launch{"slurm_4", "slurm", 4, "store", "--no-python", "", "--backend store"}),
     [](const auto& info) { return info.param.name; });
 
 TEST(LaunchedRuns, AFaultIsCaughtAndEveryRankEndsWithOne) {
@@ -130,16 +132,16 @@ TEST(LaunchedRuns, ThatCannotBeAreRefusedOnEveryRank) {
 TEST(LaunchedRuns, RanksGivenOtherOptionsAreNamed) {
   const auto ended = run(std::string(SHARDPROOF_SOURCE_FOLDER) +
                          "/ci/launch --with none -n 3 --timeout 100 -- sh -c 'test $RANK = 2 && "
-                         "more=\"--lr 0.5\"; exec " +
+                         "more=\"--seed 5\"; exec " +
                          SHARDPROOF_COMMAND + kSmall + " --no-python $more'");
   EXPECT_EQ(ended.code, kExitUsage) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr("rank 2: /optimizer/lr is 0.5, and rank 0's is 0.01"));
+  EXPECT_THAT(ended.text, HasSubstr("rank 2: /seed is 5, and rank 0's is "));
 }
 
 TEST(LaunchedRuns, WithoutALauncherTheBackendIsRefused) {
   const auto ended = run(SHARDPROOF_COMMAND + kSmall + " --no-python --backend store");
   EXPECT_EQ(ended.code, kExitUsage) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr("store"));
+  EXPECT_THAT(ended.text, AllOf(HasSubstr("--backend store"), HasSubstr("torchrun --no-python")));
 }
 
 }  // namespace
