@@ -237,6 +237,12 @@ const Gpus& gpus_for_nccl(const LaunchEnvironment& environment) {
         "backend 'nccl', but fsdp::cuda was built without NCCL's header; wanted: one built where "
         "nccl.h is found, or backend mpi or store");
   }
+  if (gpus()->count() == 0) {
+    refuse(
+        environment,
+        "backend 'nccl', but this process sees no GPU; wanted: one for each rank; see nvidia-smi "
+        "and CUDA_VISIBLE_DEVICES, or use backend mpi or store");
+  }
   set_device(environment.placement.local_rank);
   return *gpus();
 }
@@ -384,19 +390,19 @@ int local_world_size() {
 
 void set_device(int local_rank) {
   const auto* const device = gpus();
-  const int count = device == nullptr ? -1 : device->count();
-  const bool too_large = count >= 0 && local_rank >= count;
+  const int count = device == nullptr ? 0 : device->count();
+  const bool too_large = count > 0 && local_rank >= count;
   if (local_rank < 0 || too_large) {
     throw UsageError(fmt::format(
         "local rank {0}: set_device({0}): {1}; wanted: {2}", local_rank,
-        count < 0 ? std::string("a negative number")
-                  : fmt::format("this node has {} GPU{} that this process sees", count,
-                                count == 1 ? "" : "s"),
+        too_large ? fmt::format("this node has {} GPU{} that this process sees", count,
+                                count == 1 ? "" : "s")
+                  : std::string("a negative number"),
         too_large ? "a GPU for each rank of the node; start no more ranks than GPUs on a node, or "
                     "see CUDA_VISIBLE_DEVICES"
                   : "a local rank, from 0"));
   }
-  if (device != nullptr) {
+  if (count > 0) {
     device->select(local_rank);
   }
 }

@@ -98,8 +98,9 @@ int world_size();
 int local_rank();
 int local_world_size();
 
-/// Makes GPU `local_rank` this thread's device, in programs that link fsdp::cuda; otherwise only
-/// checks. Throws UsageError if `local_rank` is negative, or there are no more GPUs than that.
+/// Makes GPU `local_rank` this thread's device, in programs that link fsdp::cuda and see a GPU;
+/// otherwise only checks. Throws UsageError if `local_rank` is negative, or there are GPUs, but no
+/// more than that.
 void set_device(int local_rank);
 
 /// Shuts the default group down. Collective, but only rank 0 waits for the others, and only where
