@@ -367,6 +367,17 @@ class ProcessGroup {
     group_ = fsdp::init_process_group(init);
     scenario.backend = group_->getBackendName();
   }
+  /// After an error too, so that the others can still read what it was; there it's the error that
+  /// counts.
+  ~ProcessGroup() {
+    try {
+      destroy();
+    } catch (const std::exception& error) {
+      complain(kExitBroken, error.what());
+    }
+  }
+  ProcessGroup(const ProcessGroup&) = delete;
+  ProcessGroup& operator=(const ProcessGroup&) = delete;
   void destroy() {
     if (group_ != nullptr) {
       group_.reset();

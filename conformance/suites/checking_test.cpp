@@ -4,6 +4,7 @@
 
 #include <fsdp/checking.h>
 #include <fsdp/errors.h>
+#include <fsdp/recording.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -185,6 +186,24 @@ TEST(CheckCollectives, FailsForEverAfterAMismatch) {
     all_gather(group, at::zeros({4}));
   });
   EXPECT_THAT(said[0], HasSubstr("rank 1 differs"));
+}
+
+TEST(CheckCollectives, LeavingReachesTheGroupInside) {
+  std::string told;
+  run_ranks(2, [&](RankContext& context) {
+    const auto log = std::make_shared<CollectiveLog>();
+    const auto group = check_collectives(record_collectives(context.process_group, "inner", log));
+    if (context.rank == 1) {
+      leave_group(*group, "planted");
+      return;
+    }
+    try {
+      group->barrier({})->wait();
+    } catch (const PeerError& error) {
+      told = error.what();
+    }
+  });
+  EXPECT_THAT(told, AllOf(HasSubstr("rank 1 left"), HasSubstr("planted")));
 }
 
 TEST(CheckCollectives, RefusesANullGroup) {

@@ -12,6 +12,7 @@
 
 #include "fsdp/errors.h"
 #include "ranks.h"
+#include "wrapping_backend.h"
 
 namespace fsdp {
 namespace {
@@ -158,24 +159,11 @@ std::string describe_mismatch(const std::vector<Call>& calls) {
       differing.size() == 1 ? "s" : "", fmt::join(said, "; "));
 }
 
-class CheckingBackend : public c10d::Backend {
+class CheckingBackend : public WrappingBackend {
  public:
-  explicit CheckingBackend(BackendPtr inner)
-      : c10d::Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  explicit CheckingBackend(BackendPtr inner) : WrappingBackend(std::move(inner)) {}
 
-  const std::string getBackendName() const override { return inner_->getBackendName(); }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
-  void setTimeout(milliseconds timeout) override { inner_->setTimeout(timeout); }
-  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
   std::uint64_t getSequenceNumberForGroup() override { return number_; }
-  void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
-  void eagerConnectSingleDevice(at::Device device) override {
-    inner_->eagerConnectSingleDevice(device);
-  }
-  c10d::ErrorType getError() override { return inner_->getError(); }
-  void abort() override { inner_->abort(); }
-  void shutdown() override { inner_->shutdown(); }
-  bool supportsSplitting() const override { return inner_->supportsSplitting(); }
   BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                    const c10::intrusive_ptr<Options>& options) override {
     auto group = inner_->split(store, ranks, options);
@@ -323,7 +311,6 @@ class CheckingBackend : public c10d::Backend {
     return calls;
   }
 
-  BackendPtr inner_;
   std::uint64_t number_ = 0;
   std::string mismatch_;  // once there was one
 };

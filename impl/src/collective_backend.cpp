@@ -9,6 +9,7 @@
 #include "fsdp/errors.h"
 #include "fsdp/process_group.h"
 #include "reduce_kernels.h"
+#include "wrapping_backend.h"
 
 namespace fsdp {
 
@@ -402,7 +403,9 @@ Tensors results_of(const Call& call) {
 }
 
 void leave_group(Backend& backend, const std::string& reason) {
-  if (auto* group = dynamic_cast<CollectiveBackend*>(&backend)) {
+  if (const auto* wrapping = dynamic_cast<const WrappingBackend*>(&backend)) {
+    leave_group(wrapping->inner(), reason);
+  } else if (auto* group = dynamic_cast<CollectiveBackend*>(&backend)) {
     group->leave(reason);
   }
 }

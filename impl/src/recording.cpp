@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "fsdp/errors.h"
+#include "wrapping_backend.h"
 
 namespace fsdp {
 namespace {
@@ -29,23 +30,10 @@ std::string name_of(const c10d::ReduceOp& op) {
   }
 }
 
-class RecordingBackend : public c10d::Backend {
+class RecordingBackend : public WrappingBackend {
  public:
   RecordingBackend(BackendPtr inner, std::string name, std::shared_ptr<CollectiveLog> log)
-      : c10d::Backend(inner->getRank(), inner->getSize()),
-        inner_(std::move(inner)),
-        name_(std::move(name)),
-        log_(std::move(log)) {}
-
-  const std::string getBackendName() const override { return inner_->getBackendName(); }
-  void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
-  void abort() override { inner_->abort(); }
-  void shutdown() override { inner_->shutdown(); }
-  bool supportsSplitting() const override { return inner_->supportsSplitting(); }
-  BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-                   const c10::intrusive_ptr<c10d::Backend::Options>& options) override {
-    return inner_->split(store, ranks, options);
-  }
+      : WrappingBackend(std::move(inner)), name_(std::move(name)), log_(std::move(log)) {}
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
@@ -76,7 +64,6 @@ class RecordingBackend : public c10d::Backend {
                      tensor.scalar_type(), tensor.numel(), std::move(reduction)});
   }
 
-  BackendPtr inner_;
   std::string name_;
   std::shared_ptr<CollectiveLog> log_;
 };
