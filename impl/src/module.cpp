@@ -6,25 +6,24 @@
 namespace fsdp {
 namespace detail {
 
-void run_pre_forward(torch::nn::Module& module, const HookableModule& hookable,
+void run_pre_forward(torch::nn::Module& module, const HookableModule& hookable, HookRange range,
                      const std::vector<at::Tensor*>& inputs, std::size_t& entered) {
-  for (const auto& hook : hookable.forward_hooks()) {
+  for (auto i = range.begin; i < range.end; ++i) {
     ++entered;
-    hook->pre_forward(module, inputs);
+    hookable.forward_hooks()[i]->pre_forward(module, inputs);
   }
 }
 
-void run_post_forward(torch::nn::Module& module, const HookableModule& hookable,
+void run_post_forward(torch::nn::Module& module, const HookableModule& hookable, HookRange range,
                       const std::vector<at::Tensor*>& outputs) {
-  const auto& hooks = hookable.forward_hooks();
-  for (auto hook = hooks.rbegin(); hook != hooks.rend(); ++hook) {
-    (*hook)->post_forward(module, outputs);
+  for (auto i = range.end; i > range.begin; --i) {
+    hookable.forward_hooks()[i - 1]->post_forward(module, outputs);
   }
 }
 
-void tell_failed(torch::nn::Module& module, const HookableModule& hookable,
+void tell_failed(torch::nn::Module& module, const HookableModule& hookable, std::size_t begin,
                  std::size_t entered) noexcept {
-  while (entered > 0) {
+  while (entered > begin) {
     hookable.forward_hooks()[--entered]->forward_failed(module);
   }
 }

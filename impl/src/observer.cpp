@@ -25,6 +25,12 @@ std::string_view to_string(Point point) {
       return "total_norm";
     case Point::clip_coefficient:
       return "clip_coefficient";
+    case Point::recomputation_input:
+      return "recomputation_input";
+    case Point::recomputation_generator:
+      return "recomputation_generator";
+    case Point::recomputed_activation:
+      return "recomputed_activation";
   }
   return "unknown";
 }

@@ -8,8 +8,19 @@
 #include <utility>
 
 #include "fsdp/errors.h"
+#include "rank_thread.h"
 
 namespace fsdp {
+namespace {
+thread_local bool process_is_shared = false;
+}  // namespace
+
+bool shares_process() {
+  return process_is_shared;
+}
+void set_shares_process(bool shares) {
+  process_is_shared = shares;
+}
 
 at::Generator& rank_generator() {
   thread_local at::Generator generator = at::detail::createCPUGenerator(0);

@@ -21,6 +21,7 @@
 #include "fsdp/errors.h"
 #include "fsdp/process_group.h"
 #include "fsdp/random.h"
+#include "rank_thread.h"
 
 namespace fsdp {
 namespace {
@@ -215,8 +216,10 @@ void run_ranks(int world_size, const std::function<void(RankContext&)>& body,
   for (int rank = 0; rank < world_size; ++rank) {
     RankContext context{rank, world_size, backends[rank]};
     try {
-      threads.emplace_back(
-          [&, context = std::move(context)] { run_and_note(context, body, options, cause); });
+      threads.emplace_back([&, context = std::move(context)] {
+        set_shares_process(world_size > 1);
+        run_and_note(context, body, options, cause);
+      });
     } catch (const std::exception& error) {
       const auto problem = fmt::format(
           "no thread for rank {} of {} could be started: {}. Run fewer ranks or raise "

@@ -10,15 +10,18 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
-#include <array>
+#include <algorithm>
 #include <concepts>
+#include <cstddef>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "fsdp/recomputation.h"
+#include "fsdp/visit_tensors.h"
 
 namespace fsdp {
 
@@ -44,15 +47,40 @@ class HookableModule {
   HookableModule& operator=(const HookableModule&) { return *this; }
   virtual ~HookableModule() = default;
 
-  void add_forward_hook(std::shared_ptr<ForwardHook> hook) { hooks_.push_back(std::move(hook)); }
+  /// The innermost hook but for those within a checkpointed region, if there is one.
+  void add_forward_hook(std::shared_ptr<ForwardHook> hook) {
+    hooks_.insert(hooks_.begin() + static_cast<std::ptrdiff_t>(hooks_outside()), std::move(hook));
+    ++hooks_outside_;
+  }
   /// Does nothing if the hook is not there.
   void remove_forward_hook(const ForwardHook* hook) {
-    std::erase_if(hooks_, [hook](const auto& held) { return held.get() == hook; });
+    const auto found = std::find_if(hooks_.begin(), hooks_.end(),
+                                    [hook](const auto& held) { return held.get() == hook; });
+    if (found != hooks_.end()) {
+      hooks_outside_ -=
+          found - hooks_.begin() < static_cast<std::ptrdiff_t>(hooks_outside_) ? 1 : 0;
+      hooks_.erase(found);
+    }
   }
   const std::vector<std::shared_ptr<ForwardHook>>& forward_hooks() const { return hooks_; }
 
+  /// Makes forward a checkpointed region (activation_checkpoint.h), with the hooks from number
+  /// `hooks_outside` on inside it: those run again when the region does.
+  void checkpoint_forward(std::shared_ptr<const RecomputationOptions> options,
+                          std::size_t hooks_outside) {
+    checkpoint_ = std::move(options);
+    hooks_outside_ = hooks_outside;
+  }
+  /// Null if forward is no checkpointed region.
+  const std::shared_ptr<const RecomputationOptions>& activation_checkpoint() const {
+    return checkpoint_;
+  }
+  std::size_t hooks_outside() const { return hooks_outside_; }
+
  private:
   std::vector<std::shared_ptr<ForwardHook>> hooks_;
+  std::size_t hooks_outside_ = 0;  // of a checkpointed region; all hooks if there is none
+  std::shared_ptr<const RecomputationOptions> checkpoint_;
 };
 
 /// The base of a module that can have hooks:
@@ -67,101 +95,75 @@ class Module : public torch::nn::Cloneable<Derived>, public HookableModule {
   void reset() override {}
 };
 
-// Visiting the tensors in arguments and results: tensors, and vectors, arrays, optionals, pairs and
-// tuples of visitable things. For a struct of your own, define `template <typename F> void
-// visit_tensors(YourStruct&, F&&)` in its namespace.
-
-template <typename F>
-void visit_tensors(at::Tensor& tensor, F&& f) {
-  f(tensor);
-}
-template <typename T, typename F>
-requires(std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_pointer_v<T> ||
-         std::is_null_pointer_v<T> || std::same_as<T, std::string> ||
-         std::same_as<T, std::nullopt_t>) void visit_tensors(T&, F&&) {}
-template <typename T, typename F>
-void visit_tensors(std::vector<T>& values, F&& f);
-template <typename T, std::size_t N, typename F>
-void visit_tensors(std::array<T, N>& values, F&& f);
-template <typename T, typename F>
-void visit_tensors(std::optional<T>& value, F&& f);
-template <typename A, typename B, typename F>
-void visit_tensors(std::pair<A, B>& values, F&& f);
-template <typename... Ts, typename F>
-void visit_tensors(std::tuple<Ts...>& values, F&& f);
-
-template <typename T, typename F>
-void visit_tensors(std::vector<T>& values, F&& f) {
-  for (auto& value : values) {
-    visit_tensors(value, f);
-  }
-}
-template <typename T, std::size_t N, typename F>
-void visit_tensors(std::array<T, N>& values, F&& f) {
-  for (auto& value : values) {
-    visit_tensors(value, f);
-  }
-}
-template <typename T, typename F>
-void visit_tensors(std::optional<T>& value, F&& f) {
-  if (value) {
-    visit_tensors(*value, f);
-  }
-}
-template <typename A, typename B, typename F>
-void visit_tensors(std::pair<A, B>& values, F&& f) {
-  visit_tensors(values.first, f);
-  visit_tensors(values.second, f);
-}
-template <typename... Ts, typename F>
-void visit_tensors(std::tuple<Ts...>& values, F&& f) {
-  std::apply([&f](auto&... each) { (visit_tensors(each, f), ...); }, values);
-}
-
-/// Pointers to the defined tensors in `value`, in order.
-template <typename T>
-std::vector<at::Tensor*> tensors_in(T& value) {
-  std::vector<at::Tensor*> found;
-  visit_tensors(value, [&found](at::Tensor& tensor) {
-    if (tensor.defined()) {
-      found.push_back(&tensor);
-    }
-  });
-  return found;
-}
-
 namespace detail {
 
-/// Runs the hooks' pre_forward; `entered` counts those that were begun, so that they can be told of
-/// a failure.
-void run_pre_forward(torch::nn::Module& module, const HookableModule& hookable,
+/// Which of a module's hooks: [begin, end).
+struct HookRange {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+};
+/// Runs the hooks' pre_forward; `entered` is the end of those that were begun, so that they can be
+/// told of a failure.
+void run_pre_forward(torch::nn::Module& module, const HookableModule& hookable, HookRange range,
                      const std::vector<at::Tensor*>& inputs, std::size_t& entered);
-void run_post_forward(torch::nn::Module& module, const HookableModule& hookable,
+void run_post_forward(torch::nn::Module& module, const HookableModule& hookable, HookRange range,
                       const std::vector<at::Tensor*>& outputs);
-void tell_failed(torch::nn::Module& module, const HookableModule& hookable,
+void tell_failed(torch::nn::Module& module, const HookableModule& hookable, std::size_t begin,
                  std::size_t entered) noexcept;
+
+/// Calls `body()` within the hooks; `arguments` is the tuple that they may change before it.
+template <typename ModuleType, typename Arguments, typename Body>
+auto within_hooks(ModuleType& module, HookRange range, Arguments& arguments, Body&& body) {
+  std::size_t entered = range.begin;
+  try {
+    run_pre_forward(module, module, range, tensors_in(arguments), entered);
+    auto result = body();
+    run_post_forward(module, module, range, tensors_in(result));
+    return result;
+  } catch (...) {
+    tell_failed(module, module, range.begin, entered);
+    throw;
+  }
+}
+
+template <typename ModuleType, typename... Args>
+auto call_checkpointed(ModuleType& module, const std::tuple<Args...>& arguments) {
+  using Result = std::decay_t<decltype(module.forward(std::declval<Args&>()...))>;
+  // The graph may outlive the caller's hold on the module.
+  const auto keep = module.weak_from_this().lock();
+  return run_checkpointed(
+      *module.activation_checkpoint(), &module,
+      [&module, keep](auto&... each) -> Result {
+        auto held = std::tie(each...);
+        const HookRange inside{module.hooks_outside(), module.forward_hooks().size()};
+        return within_hooks(module, inside, held,
+                            [&]() -> Result { return module.forward(each...); });
+      },
+      arguments);
+}
 
 }  // namespace detail
 
-/// Calls `module.forward(args...)` with its hooks.
+/// Calls `module.forward(args...)` with its hooks, and as a checkpointed region if it is one.
 template <typename ModuleType, typename... Args>
 auto call(ModuleType& module, Args&&... args) {
   using Result = std::decay_t<decltype(module.forward(std::forward<Args>(args)...))>;
-  if (module.forward_hooks().empty()) {
+  if (module.forward_hooks().empty() && module.activation_checkpoint() == nullptr) {
     return Result(module.forward(std::forward<Args>(args)...));
   }
   std::tuple<std::decay_t<Args>...> held(std::forward<Args>(args)...);
-  std::size_t entered = 0;
-  try {
-    detail::run_pre_forward(module, module, tensors_in(held), entered);
-    Result result =
-        std::apply([&module](auto&... each) -> Result { return module.forward(each...); }, held);
-    detail::run_post_forward(module, module, tensors_in(result));
-    return result;
-  } catch (...) {
-    detail::tell_failed(module, module, entered);
-    throw;
-  }
+  return detail::within_hooks(module, {0, module.hooks_outside()}, held, [&]() -> Result {
+    if (module.activation_checkpoint() != nullptr) {
+      if constexpr ((std::copy_constructible<std::decay_t<Args>> && ...)) {
+        return detail::call_checkpointed(module, held);
+      } else {
+        throw UsageError(module.name() +
+                         " is checkpointed, and has an argument that cannot be copied; wanted: "
+                         "arguments that can be kept for the second run");
+      }
+    }
+    return std::apply([&module](auto&... each) -> Result { return module.forward(each...); }, held);
+  });
 }
 
 /// A module holder whose call operator runs the hooks.

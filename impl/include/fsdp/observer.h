@@ -22,6 +22,11 @@ enum class Point {
   global_square_sum,       // the same after the all-reduce
   total_norm,              // scalar
   clip_coefficient,        // scalar, clamped to 1
+  // Of a checkpointed region that runs again (recomputation.h). The observer may put another tensor
+  // in place of these. `unit` is the name of the region, and `rank` is not known.
+  recomputation_input,      // a tensor that the function is given again
+  recomputation_generator,  // uint8, the state of a random generator: of the rank's first
+  recomputed_activation,    // a tensor that backward needs
 };
 std::string_view to_string(Point point);
 
