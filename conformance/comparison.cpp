@@ -478,8 +478,10 @@ class StepComparison {
   /// A reference that does everything the subject does knows every tensor; the others only those of
   /// the quantities that they produce.
   bool must_be_known(Quantity quantity) const {
-    if (quantity == Quantity::mean_loss) {
-      return false;
+    // What is recomputed is held to what was saved.
+    if (quantity == Quantity::mean_loss || quantity == Quantity::saved_activation ||
+        quantity == Quantity::recomputed_activation) {
+      return quantity == Quantity::recomputed_activation && expectation_.reference == "stored";
     }
     return expectation_.reference == "replay" || expectation_.reference == "python" ||
            wanted_quantities_.contains(quantity);
@@ -655,6 +657,21 @@ std::vector<Verdict> compare_step(const Scenario& scenario, const StepTrace& sub
   if (expectation.want == nullptr) {
     throw std::invalid_argument("compare_step: the expectation has no trace");
   }
+  return StepComparison(scenario, subject, expectation).run();
+}
+
+std::vector<Verdict> compare_recomputation(const Scenario& scenario, const StepTrace& subject) {
+  StepTrace saved;
+  saved.step = subject.step;
+  for (const TraceTensor& tensor : subject.tensors) {
+    if (tensor.quantity == Quantity::saved_activation) {
+      saved.tensors.push_back(tensor);
+      saved.tensors.back().quantity = Quantity::recomputed_activation;
+    }
+  }
+  Expectation expectation;
+  expectation.reference = "stored";
+  expectation.want = &saved;
   return StepComparison(scenario, subject, expectation).run();
 }
 

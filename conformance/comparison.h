@@ -37,6 +37,10 @@ struct Expectation {
 std::vector<Verdict> compare_step(const Scenario& scenario, const StepTrace& subject,
                                   const Expectation& expectation);
 
+/// Compares what the subject's checkpointed regions saved with what they recomputed, every rank's
+/// own, to the bit. Empty if it has neither.
+std::vector<Verdict> compare_recomputation(const Scenario& scenario, const StepTrace& subject);
+
 /// The first failed verdict in execution order: the earliest step, then the order of quantities in
 /// a step, then the order in the trace. nullptr if none failed.
 const Verdict* first_divergence(const std::vector<Verdict>& verdicts);

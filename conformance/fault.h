@@ -23,7 +23,8 @@ struct Strike {
   int step = 0;
   int rank = 0;
   Quantity quantity{};
-  std::string name;  // of the parameter, or "total_norm"; empty if it touched all parameters
+  std::string name;  // of the parameter, or "total_norm", or the region of a recomputed activation;
+                     // empty if it touched all parameters
   std::int64_t element = -1;  // in the flattened parameter; -1 if it touched more than one
 };
 
@@ -74,11 +75,22 @@ class StepObserver : public fsdp::Observer {
   std::shared_ptr<StrikeLog> log_;
 };
 
+/// Nothing is planted on this rank.
+class NoFault : public StepObserver {
+ public:
+  void observe(const fsdp::Observation& /*seen*/) override {}
+};
+
 struct Fault {
   std::string name;
   std::string summary;  // one sentence, for --help
   /// The observer of one rank.
   std::function<std::unique_ptr<StepObserver>(const Scenario&, int rank)> make_observer;
+  /// What a scenario must have for the fault to strike in it, as options of the command, for
+  /// example "--checkpointing all --dropout 0.1"; "" for nothing but several ranks.
+  std::string needs{};
+  /// Gives a scenario that; null if there is nothing to give.
+  std::function<void(Scenario&)> adapt{};
 };
 
 }  // namespace shardproof

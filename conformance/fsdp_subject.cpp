@@ -1,5 +1,7 @@
 #include "conformance/fsdp_subject.h"
 
+#include <fmt/format.h>
+#include <fsdp/activation_checkpoint.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/grad_scaler.h>
 #include <fsdp/process_group.h>
@@ -233,6 +235,30 @@ std::function<void(torch::nn::Module&)> filler(
   };
 }
 
+/// Makes regions that run again in backward; `on_recomputed` sees all of their saved tensors.
+void checkpoint_model(Model& model, const Scenario& scenario,
+                      const std::function<void(const fsdp::RecomputedActivation&)>& on_recomputed) {
+  fsdp::RecomputationOptions options;
+  options.early_stop = scenario.checkpointing.early_stop;
+  options.on_recomputed = on_recomputed;
+  if (scenario.checkpointing.layers == "segments") {
+    model->run_in_segments(layers_per_segment(scenario),
+                           [options](const std::string& name, const ModelImpl::Call& layers,
+                                     const torch::Tensor& input) {
+                             auto own = options;
+                             own.name = name;
+                             return fsdp::checkpoint(own, layers, input);
+                           });
+    return;
+  }
+  const auto layers = model->layers();
+  const std::size_t step = scenario.checkpointing.layers == "alternate" ? 2 : 1;
+  for (std::size_t i = 0; i < layers.size(); i += step) {
+    options.name = layers[i].name;
+    fsdp::checkpoint_module(*layers[i].module, options);
+  }
+}
+
 /// Makes the model of one rank and its units, the way the scenario says.
 void shard_model(Model& model, const Scenario& scenario,
                  const std::map<std::string, torch::Tensor>& initial,
@@ -285,7 +311,18 @@ class RankTrainer {
         options_.in_forward(rank_, step_);
       });
     }
+    const auto checkpoint_it = [&] {
+      checkpoint_model(model_, scenario,
+                       [this](const fsdp::RecomputedActivation& seen) { add_recomputed(seen); });
+    };
+    const auto& checkpointing = scenario.checkpointing;
+    if (checkpointing.layers != "none" && checkpointing.order == "inside") {
+      checkpoint_it();
+    }
     shard_model(model_, scenario, initial, context);
+    if (checkpointing.order == "around") {
+      checkpoint_it();
+    }
     std::vector<torch::Tensor> parameters;
     for (const auto& placement : fsdp::shard_placements(*model_)) {
       parameters.push_back(placement.parameter);
@@ -306,6 +343,7 @@ class RankTrainer {
   RankTrace step(int step) {
     step_ = step;
     trace_ = {};
+    recomputed_.clear();
     if (options_.before_step) {
       options_.before_step(rank_, step);
     }
@@ -384,6 +422,21 @@ class RankTrainer {
     trace_.tensors.push_back(std::move(tensor));
   }
 
+  /// Called in backward.
+  void add_recomputed(const fsdp::RecomputedActivation& seen) {
+    const auto name = fmt::format("{}/{}:{}@m{}", seen.region, seen.index,
+                                  seen.operation.empty() ? "input" : seen.operation, micro_batch_);
+    const int times = recomputed_[name]++;
+    const auto unique = times == 0 ? name : fmt::format("{}+{}", name, times);
+    const auto numbers = [](const torch::Tensor& tensor) {
+      return tensor.is_floating_point() ? tensor : tensor.to(torch::kFloat64);
+    };
+    add(Quantity::saved_activation, unique, seen.stored.sizes().vec(), Placement::per_rank, 0,
+        numbers(seen.stored));
+    add(Quantity::recomputed_activation, unique, seen.recomputed.sizes().vec(), Placement::per_rank,
+        0, numbers(seen.recomputed));
+  }
+
   void add_shard(Quantity quantity, std::string name, const fsdp::ShardPlacement& placement,
                  const torch::Tensor& values) {
     add(quantity, std::move(name), placement.sizes, Placement::sharded, placement.begin, values);
@@ -421,6 +474,7 @@ class RankTrainer {
   std::shared_ptr<StrikeLog> strikes_;
   int step_ = 0;
   int micro_batch_ = 0;
+  std::map<std::string, int> recomputed_;  // how often each name came in this step
   RankTrace trace_;
 };
 

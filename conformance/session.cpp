@@ -192,6 +192,8 @@ class References {
     hold("python", pythoned);
     hold("whole", wholed);
     hold("float64", wide);
+    auto more = compare_recomputation(scenario_, subject);
+    std::move(more.begin(), more.end(), std::back_inserter(verdicts));
     return verdicts;
   }
 
@@ -506,10 +508,13 @@ RunSummary run_first_rank(const SessionOptions& options) {
   summary.trace_digest = digest.text();
   summary.strikes = subject_options.strikes->strikes();
   if (options.fault != nullptr && summary.strikes.empty()) {
-    throw fsdp::UsageError(fmt::format(
-        "fault '{}' found nothing to change in this scenario ({}); wanted: a scenario "
-        "in which it can strike, for example more than one shard, and a norm_type other than inf",
-        options.fault->name, dotted_name(options.scenario)));
+    throw fsdp::UsageError(
+        fmt::format("fault '{}' found nothing to change in this scenario ({}); wanted: a scenario "
+                    "in which it can strike, {}",
+                    options.fault->name, dotted_name(options.scenario),
+                    options.fault->needs.empty()
+                        ? "for example more than one shard, and a norm_type other than inf"
+                        : options.fault->needs));
   }
 
   summary.guards = guards.verdicts();

@@ -255,6 +255,16 @@ void add_sharding_options(ScenarioOptions& options) {
   options.add_with(
       "--limit-gathers", [](Scenario& s) -> int& { return s.schedule.limit_gathers; },
       "gathers under way at once; 0 for no limit");
+  options.add_with(
+      "--checkpointing", [](Scenario& s) -> std::string& { return s.checkpointing.layers; },
+      "activations that backward recomputes: none, all (layers), alternate, or segments of layers");
+  options.add_with(
+      "--checkpointing-order", [](Scenario& s) -> std::string& { return s.checkpointing.order; },
+      "inside the layer's unit, or around it");
+  options.add_with(
+      "--early-stop,!--no-early-stop",
+      [](Scenario& s) -> bool& { return s.checkpointing.early_stop; },
+      "a second run ends at the last tensor that is needed (default), or goes to its end");
   options.add("--construction", &Scenario::construction,
               "plain, meta (made without storage) or sync (only rank 0 has the weights)");
   options.add("--backend", &Scenario::backend,

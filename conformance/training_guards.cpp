@@ -105,6 +105,8 @@ struct TrainingGuards::Impl {
   bool has_clipped = false;
   std::set<std::string> first_tensors;
   std::string irregularity;           // the first step that lacks something
+  std::set<std::string> regions;      // that ran again, over all steps
+  std::string not_again;              // the first that did not, and when
   std::set<std::string> not_by_rank;  // quantities of which only one copy was recorded
 
   void observe(const StepTrace& trace) {
@@ -114,6 +116,7 @@ struct TrainingGuards::Impl {
     for (const TraceTensor& tensor : trace.tensors) {
       observe(tensor, trace);
     }
+    observe_regions(trace);
     ++steps;
     last_step = trace.step;
   }
@@ -171,6 +174,45 @@ struct TrainingGuards::Impl {
       irregularity = fmt::format("step {} and the first step do not have the same tensors: {}",
                                  trace.step, listed(changed));
     }
+  }
+
+  /// The regions that a step must run again: those that are there and whose layers ran.
+  std::set<std::string> expected_regions(const StepTrace& trace) const {
+    std::set<std::string> expected;
+    const auto layers = make_model(scenario)->layers();
+    if (scenario.checkpointing.layers == "segments") {
+      const auto count = static_cast<std::int64_t>(layers.size());
+      const auto size = layers_per_segment(scenario);
+      for (std::int64_t begin = 0; begin < count; begin += size) {
+        expected.insert(fmt::format("blocks.{}-{}", begin, std::min(begin + size, count) - 1));
+      }
+      return expected;
+    }
+    const std::size_t each = scenario.checkpointing.layers == "alternate" ? 2 : 1;
+    for (std::size_t i = 0; i < layers.size(); i += each) {
+      if (trace.find(Quantity::output, layers[i].name + "@m0") != nullptr) {
+        expected.insert(layers[i].name);
+      }
+    }
+    return expected;
+  }
+
+  void observe_regions(const StepTrace& trace) {
+    if (scenario.checkpointing.layers == "none") {
+      return;
+    }
+    std::set<std::string> again;
+    for (const TraceTensor& tensor : trace.tensors) {
+      if (tensor.quantity == Quantity::recomputed_activation) {
+        again.insert(tensor.name.substr(0, tensor.name.find('/')));
+      }
+    }
+    for (const auto& region : expected_regions(trace)) {
+      if (not_again.empty() && !again.contains(region)) {
+        not_again = fmt::format("{} at step {}", region, trace.step);
+      }
+    }
+    regions.merge(again);
   }
 
   std::string missing_quantity(int step, const std::set<Quantity>& seen) const {
@@ -422,6 +464,15 @@ struct TrainingGuards::Impl {
         fmt::format("no two of {} ranks have the same losses and outputs", rank_histories.size()));
   }
 
+  Verdict regions_ran_again() const {
+    return verdict(
+        "regions_ran_again", Quantity::recomputed_activation,
+        passed_if(not_again.empty() && !regions.empty()),
+        not_again.empty()
+            ? fmt::format("each of {} checkpointed regions ran again in every step", regions.size())
+            : "checkpointing was asked for, and nothing was recomputed of " + not_again);
+  }
+
   Verdict every_step_complete() const {
     std::string problem = irregularity;
     if (problem.empty() && steps != scenario.steps) {
@@ -457,15 +508,19 @@ void TrainingGuards::observe(const StepTrace& subject) {
 }
 
 std::vector<Verdict> TrainingGuards::verdicts() const {
-  return {impl_->losses_finite(),
-          impl_->losses_moved(),
-          impl_->gradients_not_zero(),
-          impl_->parameters_moved(),
-          impl_->frozen_parameters_stayed(),
-          impl_->clipping_bit(),
-          impl_->ranks_had_different_data(),
-          impl_->every_rank_recorded(),
-          impl_->every_step_complete()};
+  std::vector<Verdict> verdicts = {impl_->losses_finite(),
+                                   impl_->losses_moved(),
+                                   impl_->gradients_not_zero(),
+                                   impl_->parameters_moved(),
+                                   impl_->frozen_parameters_stayed(),
+                                   impl_->clipping_bit(),
+                                   impl_->ranks_had_different_data(),
+                                   impl_->every_rank_recorded(),
+                                   impl_->every_step_complete()};
+  if (impl_->scenario.checkpointing.layers != "none") {
+    verdicts.push_back(impl_->regions_ran_again());
+  }
+  return verdicts;
 }
 
 }  // namespace shardproof

@@ -15,10 +15,10 @@ namespace shardproof {
 /// Guards: did the run train, and were the checks able to see anything? Fed with each step of the
 /// subject; the verdicts come at the end: losses are finite and moved; no parameter's gradient was
 /// zero in every step; parameters moved, and those that are frozen or have no gradient did not;
-/// clipping bit at least once if it was asked for; every rank had its own data (losses differ over
-/// ranks); no single copy stood for all ranks; every quantity was there at every step, and every
-/// step of the scenario. A step that was left out because a scaled gradient was not finite counts
-/// for none of them.
+/// clipping bit at least once if it was asked for; every checkpointed region ran again in every
+/// step, if there are any; every rank had its own data (losses differ over ranks); no single copy
+/// stood for all ranks; every quantity was there at every step, and every step of the scenario. A
+/// step that was left out because a scaled gradient was not finite counts for none of them.
 class TrainingGuards {
  public:
   /// `start`: the weights before the first step, so that what the first step does to them counts.

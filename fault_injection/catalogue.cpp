@@ -70,32 +70,33 @@ class FlippedBit : public StepObserver {
   bool done_ = false;
 };
 
-/// Nothing is planted on this rank.
-class NoFault : public StepObserver {
- public:
-  void observe(const fsdp::Observation&) override {}
-};
-
 }  // namespace
 
 const std::vector<Fault>& fault_catalogue() {
-  static const std::vector<Fault> catalogue = {
-      {"local_norm_clipping",
-       "each rank clips by the norm of its own shards instead of the norm over all ranks",
-       [](const Scenario&, int) { return std::make_unique<LocalNormClipping>(); }},
-      {"sum_instead_of_mean", "gradients are summed over the ranks and not divided by their number",
-       [](const Scenario&, int) { return std::make_unique<SumInsteadOfMean>(); }},
-      {"flipped_bit",
-       "the lowest mantissa bit of one gradient element on one rank is inverted, at one step",
-       [](const Scenario& scenario, int rank) -> std::unique_ptr<StepObserver> {
-         // Neither the first step nor, if that can be, rank 0: a check that looks only there must
-         // not pass.
-         if (rank != scenario.world_size / 2) {
-           return std::make_unique<NoFault>();
-         }
-         return std::make_unique<FlippedBit>(std::min(2, scenario.steps - 1));
-       }},
-  };
+  static const std::vector<Fault> catalogue = [] {
+    auto all = std::vector<Fault>{
+        {"local_norm_clipping",
+         "each rank clips by the norm of its own shards instead of the norm over all ranks",
+         [](const Scenario&, int) { return std::make_unique<LocalNormClipping>(); }},
+        {"sum_instead_of_mean",
+         "gradients are summed over the ranks and not divided by their number",
+         [](const Scenario&, int) { return std::make_unique<SumInsteadOfMean>(); }},
+        {"flipped_bit",
+         "the lowest mantissa bit of one gradient element on one rank is inverted, at one step",
+         [](const Scenario& scenario, int rank) -> std::unique_ptr<StepObserver> {
+           // Neither the first step nor, if that can be, rank 0: a check that looks only there must
+           // not pass.
+           if (rank != scenario.world_size / 2) {
+             return std::make_unique<NoFault>();
+           }
+           return std::make_unique<FlippedBit>(std::min(2, scenario.steps - 1));
+         }},
+    };
+    for (auto& fault : recomputation_faults()) {
+      all.push_back(std::move(fault));
+    }
+    return all;
+  }();
   return catalogue;
 }
 

@@ -191,10 +191,24 @@ class TransformerImpl : public ModelImpl {
   torch::Tensor forward(const torch::Tensor& input) override {
     const auto positions = torch::arange(input.size(1), input.options());
     auto x = dropout_(token_embedding_(input) + position_embedding_(positions));
-    for (auto& block : blocks_) {
-      x = block(x);
+    for (std::size_t begin = 0; begin < blocks_.size(); begin += layers_per_segment_) {
+      const auto end = std::min(blocks_.size(), begin + layers_per_segment_);
+      x = run_segment_(
+          fmt::format("blocks.{}-{}", begin, end - 1),
+          [this, begin, end](torch::Tensor y) {
+            for (auto i = begin; i < end; ++i) {
+              y = blocks_[i](y);
+            }
+            return y;
+          },
+          x);
     }
     return head_(norm_(x));
+  }
+
+  void run_in_segments(std::int64_t layers_per_segment, RunSegment run) override {
+    layers_per_segment_ = static_cast<std::size_t>(layers_per_segment);
+    run_segment_ = std::move(run);
   }
 
   torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const override {
@@ -214,6 +228,10 @@ class TransformerImpl : public ModelImpl {
   torch::nn::Embedding position_embedding_;
   fsdp::Dropout dropout_;
   std::vector<Block> blocks_;
+  std::size_t layers_per_segment_ = 1;
+  RunSegment run_segment_ = [](const std::string&, const Call& layers, const torch::Tensor& input) {
+    return layers(input);
+  };
   Norm norm_{nullptr};
   Linear head_{nullptr};
 };
@@ -397,6 +415,10 @@ bool starts_near_one(const torch::nn::Module& module, const std::string& leaf) {
 
 }  // namespace
 
+void ModelImpl::run_in_segments(std::int64_t /*layers_per_segment*/, RunSegment /*run*/) {
+  throw std::logic_error("run_in_segments: only the transformer runs in segments");
+}
+
 NormImpl::NormImpl(std::int64_t width)
     : torch::nn::LayerNormImpl(torch::nn::LayerNormOptions({width}).eps(1e-5)) {}
 
@@ -542,17 +564,19 @@ class OutputRecorder : public fsdp::ForwardHook {
         record_(std::move(record)) {}
 
   void pre_forward(torch::nn::Module&, const std::vector<at::Tensor*>&) override {
-    if (is_model_ && torch::GradMode::is_enabled()) {
+    if (is_model_ && is_recorded()) {
       forward_->begin();
     }
   }
   void post_forward(torch::nn::Module&, const std::vector<at::Tensor*>& outputs) override {
-    if (torch::GradMode::is_enabled()) {
+    if (is_recorded()) {
       record_(forward_->name_of(name_), *outputs.front());
     }
   }
 
  private:
+  static bool is_recorded() { return torch::GradMode::is_enabled() && !fsdp::is_recomputing(); }
+
   std::string name_;
   bool is_model_;
   std::shared_ptr<Forward> forward_;

@@ -43,6 +43,13 @@ class ModelImpl : public torch::nn::Module, public fsdp::HookableModule {
   /// How often training_loss runs the model.
   virtual int forwards_per_loss() const { return 1; }
 
+  /// Runs some of the layers, one after another, on an input; named after the first and the last.
+  using RunSegment = std::function<torch::Tensor(const std::string& name, const Call& layers,
+                                                 const torch::Tensor& input)>;
+  /// From now on forward calls `run` with so many layers at a time, for whoever wants to treat them
+  /// as one. Only the transformer can: the others throw std::logic_error.
+  virtual void run_in_segments(std::int64_t layers_per_segment, RunSegment run);
+
   struct Layer {
     std::string name;                           // as in named_modules(), for example "blocks.0"
     std::shared_ptr<torch::nn::Module> module;  // has hooks (fsdp::HookableModule)
@@ -85,10 +92,10 @@ std::map<std::string, torch::Tensor> initial_parameters(const Scenario& scenario
 void load_parameters(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& values);
 
 /// Calls `record(name, output)` with the output of each layer ("blocks.0") and of the whole model
-/// ("model"), each time it runs in grad mode; of several outputs, the first. A layer that a forward
-/// runs again is named "layers.0+1", the second forward of a loss "layers.0#2", both
-/// "layers.0#2+1". The hooks stay for the life of the model. Hooks that are added later see an
-/// output before this one does.
+/// ("model"), each time it runs in grad mode, but for second runs of a checkpointed region; of
+/// several outputs, the first. A layer that a forward runs again is named "layers.0+1", the second
+/// forward of a loss "layers.0#2", both "layers.0#2+1". The hooks stay for the life of the model.
+/// Hooks that are added later see an output before this one does.
 void record_outputs(Model& model,
                     std::function<void(const std::string&, const torch::Tensor&)> record);
 

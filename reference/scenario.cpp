@@ -118,6 +118,12 @@ void visit_fields(S& s, Visitor&& visit) {
         Choice{{"pre", "post", "none"}});
   visit(Field{"schedule.limit_gathers", "limit_gathers", ""}, s.schedule.limit_gathers,
         Whole{0, kMany});
+  visit(Field{"checkpointing.layers", "checkpointing_", ""}, s.checkpointing.layers,
+        Choice{{"none", "all", "alternate", "segments"}});
+  visit(Field{"checkpointing.order", "order_", ""}, s.checkpointing.order,
+        Choice{{"inside", "around"}});
+  visit(Field{"checkpointing.early_stop", "early_stop", ""}, s.checkpointing.early_stop,
+        Anything{});
   visit(Field{"construction", "construction_", ""}, s.construction,
         Choice{{"plain", "meta", "sync"}});
   visit(Field{"steps", "steps", ""}, s.steps, Whole{1, 1'000'000'000});
@@ -125,8 +131,8 @@ void visit_fields(S& s, Visitor&& visit) {
   visit(Field{"device", "device_", ""}, s.device, Identifier{});
 }
 
-constexpr std::array<const char*, 6> kObjects = {"model",     "data",   "optimizer",
-                                                 "precision", "divide", "schedule"};
+constexpr std::array<const char*, 7> kObjects = {"model",  "data",     "optimizer",    "precision",
+                                                 "divide", "schedule", "checkpointing"};
 
 /// "model" of "model.layers"; "" of "seed".
 std::string_view object_of(std::string_view path) {
@@ -394,12 +400,40 @@ void check_reduction(const Scenario& scenario) {
   }
 }
 
+void check_checkpointing(const Scenario& scenario) {
+  const auto& checkpointing = scenario.checkpointing;
+  if (checkpointing.layers == "segments" && scenario.model.kind != "transformer") {
+    refuse("checkpointing.layers", "\"segments\"",
+           fmt::format("\"none\", \"all\" or \"alternate\", because model.kind is \"{}\"; only "
+                       "\"transformer\" runs in segments",
+                       scenario.model.kind));
+  }
+  if (checkpointing.order == "around") {
+    if (checkpointing.layers != "all" && checkpointing.layers != "alternate") {
+      refuse("checkpointing.order", "\"around\"",
+             fmt::format("\"inside\", because checkpointing.layers is \"{}\"; only \"all\" and "
+                         "\"alternate\" choose it",
+                         checkpointing.layers));
+    }
+    if (scenario.wrap != "layer") {
+      refuse("checkpointing.order", "\"around\"",
+             fmt::format("\"inside\", because wrap is \"{}\", so that no layer is a unit",
+                         scenario.wrap));
+    }
+  }
+  if (!checkpointing.early_stop && checkpointing.layers == "none") {
+    refuse("checkpointing.early_stop", "false",
+           "true, because checkpointing.layers is \"none\", so that nothing runs again");
+  }
+}
+
 void check_together(const Scenario& scenario) {
   check_model(scenario);
   check_data(scenario);
   check_strategy(scenario);
   check_precision(scenario);
   check_reduction(scenario);
+  check_checkpointing(scenario);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -703,6 +737,12 @@ bool has_quirk(const Scenario& scenario, std::string_view name) {
 Layout layout_of(const Scenario& scenario) {
   const int replicas = scenario.strategy == "no_shard" ? scenario.world_size : scenario.replicas;
   return {replicas, scenario.world_size / replicas};
+}
+
+std::int64_t layers_per_segment(const Scenario& scenario) {
+  const auto layers = scenario.model.layers;
+  const auto segments = std::llround(std::sqrt(static_cast<double>(layers)));
+  return (layers + segments - 1) / segments;
 }
 
 std::string parameter_dtype(const Scenario& scenario) {

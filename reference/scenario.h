@@ -87,6 +87,17 @@ struct ScheduleSpec {
   bool operator==(const ScheduleSpec&) const = default;
 };
 
+/// Which layers the subject runs again in backward instead of keeping their activations. Changes no
+/// bits.
+struct CheckpointingSpec {
+  // "none"; "all": every layer is a region; "alternate": the first, the third, ...; "segments"
+  // (transformer): about sqrt(layers) regions of several layers each, the last included.
+  std::string layers = "none";
+  std::string order = "inside";  // "inside" the layer's unit, or "around" it
+  bool early_stop = true;        // a second run ends at the last tensor that is needed
+  bool operator==(const CheckpointingSpec&) const = default;
+};
+
 struct Scenario {
   ModelSpec model;
   DataSpec data;
@@ -110,6 +121,7 @@ struct Scenario {
   DivideSpec divide;
   double loss_scale = 0;  // the loss is multiplied by it before backward; 0 is none
   ScheduleSpec schedule;
+  CheckpointingSpec checkpointing;
   // "plain"; "meta": parameters are made without storage; "sync": only rank 0 has the weights.
   // Changes no bits.
   std::string construction = "plain";
@@ -131,6 +143,10 @@ struct Layout {
 };
 /// Of a validated scenario: no_shard is world_size replicas of one shard.
 Layout layout_of(const Scenario& scenario);
+
+/// Layers of each region of checkpointing.layers "segments": ceil(L / s) of L layers, s being
+/// sqrt(L) rounded to the nearest; the last region has the rest.
+std::int64_t layers_per_segment(const Scenario& scenario);
 
 /// Names of the dtypes that forward and backward run in, and that gradients are summed in.
 std::string parameter_dtype(const Scenario& scenario);

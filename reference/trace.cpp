@@ -13,9 +13,9 @@ namespace shardproof {
 namespace {
 
 // In the order of the enumeration.
-constexpr std::array<std::string_view, 8> kQuantityNames = {
-    "output",           "loss",      "mean_loss",      "gradient", "total_norm",
-    "clipped_gradient", "parameter", "optimizer_state"};
+constexpr std::array<std::string_view, 10> kQuantityNames = {
+    "output",   "loss",       "mean_loss",        "saved_activation", "recomputed_activation",
+    "gradient", "total_norm", "clipped_gradient", "parameter",        "optimizer_state"};
 
 std::int64_t elements_of(const TraceTensor& tensor) {
   std::int64_t count = 1;

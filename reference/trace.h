@@ -18,6 +18,12 @@ enum class Quantity {
               // "model@m0" (record_outputs says how further calls are named: "layers.0#2+1@m0")
   loss,       // of each rank: shape [micro_batches], mean over the rank's samples; name "loss"
   mean_loss,  // over all ranks and micro-batches, float64 scalar; name "mean_loss"
+  // Of a checkpointed region, one per rank: what autograd saved of its first run, and what its
+  // second run made of it. Named by region, number, operator and micro-batch:
+  // "blocks.0/3:aten::gelu@m0"; "+1" after it if the region ran again. Values that are no
+  // floating-point numbers are given as float64.
+  saved_activation,
+  recomputed_activation,
   gradient,  // after reduction over ranks and accumulation, before clipping; name of the parameter.
              // A frozen parameter and one that no rank had a gradient of have none.
   total_norm,        // scalar; every rank's own copy; name "total_norm"

@@ -164,6 +164,20 @@ const std::vector<Factor>& factors() {
            s.schedule.forward_prefetch = 3;
            s.schedule.limit_gathers = 1;
          }}}},
+      {"checkpointing",
+       {{"stored", [](Scenario&) {}},
+        {"inside", [](Scenario& s) { s.checkpointing.layers = "all"; }},
+        {"around",
+         [](Scenario& s) {
+           s.checkpointing.layers = "all";
+           s.checkpointing.order = "around";
+         }},
+        {"alternate_to_the_end",
+         [](Scenario& s) {
+           s.checkpointing.layers = "alternate";
+           s.checkpointing.early_stop = false;
+         }},
+        {"segments", [](Scenario& s) { s.checkpointing.layers = "segments"; }}}},
       {"construction",
        {{"plain", [](Scenario&) {}},
         {"meta", [](Scenario& s) { s.construction = "meta"; }},
@@ -375,6 +389,15 @@ TEST(CoveringArray, LeavesOutOnlyPairsThatContradictEachOther) {
       expected.insert(level.name + " + buffers16");
     }
   }
+  // Only a transformer runs in segments; only a unit can have a region around it.
+  for (const auto& level : factors()[1].levels) {
+    const std::set<std::string> with_segments = {"transformer", "tied", "dropout"};
+    if (!with_segments.contains(level.name)) {
+      expected.insert(level.name + " + segments");
+    }
+  }
+  expected.insert("model + around");
+  expected.insert("buffers16 + segments");
   EXPECT_THAT(impossible, testing::ContainerEq(expected));
 }
 

@@ -775,7 +775,7 @@ void Unit::set_divide_factor(double factor) {
 void Unit::observe(Point point, at::Tensor& tensor) const {
   if (auto* listener = observer()) {
     listener->observe({point, name_, options_.world_rank, shards() * replicas(), tensor,
-                       &flat_->slots(), shard(), shards()});
+                       &flat_->slots(), shard(), shards(), is_in_backward_pass()});
   }
 }
 

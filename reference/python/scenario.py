@@ -108,6 +108,15 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True)
+class CheckpointingSpec:
+    """What is run again in backward. A single device keeps everything."""
+
+    layers: str = "none"
+    order: str = "inside"
+    early_stop: bool = True
+
+
+@dataclass(frozen=True)
 class Scenario:
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
@@ -126,6 +135,7 @@ class Scenario:
     micro_batches: int = 1
     accumulation: str = "each"
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    checkpointing: CheckpointingSpec = field(default_factory=CheckpointingSpec)
     construction: str = "plain"
     batch: int = 4
     steps: int = 20
@@ -198,6 +208,7 @@ _SECTIONS = {
     "precision": PrecisionSpec,
     "divide": DivideSpec,
     "schedule": ScheduleSpec,
+    "checkpointing": CheckpointingSpec,
 }
 
 
@@ -347,6 +358,7 @@ def _validate(scenario: Scenario) -> None:
     _validate_precision(scenario)
     _validate_strategy(scenario)
     _validate_schedule(scenario)
+    _validate_checkpointing(scenario)
 
 
 def _validate_model(model: ModelSpec) -> None:
@@ -449,6 +461,25 @@ def _validate_schedule(scenario: Scenario) -> None:
         schedule.limit_gathers,
         "at least 0 (0: no limit)",
     )
+
+
+def _validate_checkpointing(scenario: Scenario) -> None:
+    checkpointing = scenario.checkpointing
+    layers, order = checkpointing.layers, checkpointing.order
+    _require_one_of(("none", "all", "alternate", "segments"), "checkpointing.layers", layers)
+    _require_one_of(("inside", "around"), "checkpointing.order", order)
+    if scenario.model.kind != "transformer":
+        wanted = f'another for model.kind "{scenario.model.kind}": only transformers have segments'
+        _require(layers != "segments", "checkpointing.layers", layers, wanted)
+    if layers not in ("all", "alternate"):
+        wanted = f'"inside" for checkpointing.layers "{layers}"'
+        _require(order == "inside", "checkpointing.order", order, wanted)
+    if scenario.wrap != "layer":
+        wanted = f'"inside" for wrap "{scenario.wrap}": no layer is a unit'
+        _require(order == "inside", "checkpointing.order", order, wanted)
+    if layers == "none":
+        wanted = "true, because nothing runs again"
+        _require(checkpointing.early_stop, "checkpointing.early_stop", False, wanted)
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ struct Observation {
   const std::vector<FlatSlot>* slots = nullptr;  // of the unit; null for norms
   int shard = 0;  // which of `shards` chunks of the flat parameter this rank holds
   int shards = 1;
+  bool in_backward = false;  // a backward pass is running
 };
 
 class Observer {
