@@ -15,6 +15,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "conformance/checkpoint_check.h"
 #include "conformance/cleanup.h"
 #include "conformance/default_corpus.h"
 #include "conformance/environment.h"
@@ -476,15 +477,17 @@ std::string describe_strangers(const std::vector<std::string>& strangers, const 
   return fmt::format("\"{}\" belongs to no option", strangers.front());
 }
 
+constexpr const char* kCommands = "shardproof run or shardproof checkpoint-check";
+
 std::string describe_missing_command(const std::vector<std::string>& words) {
   if (words.empty()) {
-    return "no command is given; wanted: shardproof run";
+    return fmt::format("no command is given; wanted: {}", kCommands);
   }
   if (words.front().starts_with("-")) {
     return fmt::format("{} stands where a command is wanted: shardproof run {} ...", words.front(),
                        words.front());
   }
-  return fmt::format("there is no command {}; wanted: shardproof run", words.front());
+  return fmt::format("there is no command {}; wanted: {}", words.front(), kCommands);
 }
 
 /// CLI11's complaint in our words.
@@ -508,16 +511,26 @@ std::string describe(const CLI::ParseError& error, const CLI::App& app) {
   return complaint;
 }
 
-int command(int argc, char** argv) {
-  CLI::App app("Proves that sharded training equals training on one device.", "shardproof");
-  app.footer(kExamples);
-  app.set_version_flag("--version", SHARDPROOF_VERSION);
-  app.require_subcommand(0, 1);
-  app.allow_extras();  // and so do the commands; they are refused below, in our own words
+std::vector<std::string> fault_names() {
+  std::vector<std::string> names;
+  for (const auto& fault : fault_catalogue()) {
+    names.push_back(fault.name);
+  }
+  return names;
+}
+
+/// A command of the program, and what it does once its options are read.
+struct Command {
+  CLI::App* app;
+  std::function<int()> run;
+};
+
+Command add_run_command(CLI::App& app) {
   auto* run_command = app.add_subcommand(
       "run", "Train a scenario sharded and on one device, and compare every tensor of every step");
   run_command->footer(kExamples);
-  RunArguments arguments;
+  auto held = std::make_shared<RunArguments>();
+  auto& arguments = *held;
   run_command->add_option("--scenario", arguments.scenario_file,
                           "JSON file (reference/scenario.schema.json)");
   run_command->add_option(
@@ -528,7 +541,7 @@ int command(int argc, char** argv) {
   run_command->add_option("--report", arguments.report,
                           "folder for results.jsonl, summary.json and report.html");
   run_command->add_option("--fault", arguments.fault,
-                          "plant a fault: local_norm_clipping, sum_instead_of_mean, flipped_bit");
+                          fmt::format("plant a fault: {}", fmt::join(fault_names(), ", ")));
   run_command->add_option("--python", arguments.python,
                           "interpreter of the Python reference; default: $SHARDPROOF_PYTHON, else "
                           "the one found when this was built");
@@ -549,8 +562,95 @@ int command(int argc, char** argv) {
                        "seconds that a collective or a step of the Python reference may take, 1 to "
                        "86400")
           ->capture_default_str());
-  ScenarioOptions scenario_options(*run_command);
-  add_scenario_options(scenario_options);
+  const auto scenario_options = std::make_shared<ScenarioOptions>(*run_command);
+  add_scenario_options(*scenario_options);
+  return {run_command, [held, scenario_options] {
+            if (held->timeout < 1 || held->timeout > 86400) {
+              throw fsdp::UsageError(
+                  fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", held->timeout));
+            }
+            return run(*held, *scenario_options);
+          }};
+}
+
+constexpr const char* kCheckExamples = R"(
+Examples:
+  shardproof checkpoint-check                       the layers of the default model
+  shardproof checkpoint-check --dropout 0.1 --dtype bfloat16
+  shardproof checkpoint-check --library libmine.so  modules of your own (fsdp/recomputation_library.h)
+
+Exit codes: 0 every recomputed tensor has the bits of the stored one; 1 one has not, or a module cannot run again;
+2 wrong usage or input; 70 the harness itself broke.
+)";
+
+struct CheckArguments {
+  std::string library;
+  std::vector<std::string> cases;
+};
+
+int check_regions(const CheckArguments& arguments, const ScenarioOptions& scenario_options) {
+  at::set_num_threads(1);
+  std::vector<CheckedRegion> regions;
+  if (arguments.library.empty()) {
+    if (!arguments.cases.empty()) {
+      throw fsdp::UsageError("--case is given without --library; wanted: both, or neither");
+    }
+    Scenario scenario;
+    scenario_options.apply(scenario);
+    if (!scenario_options.names("--data")) {
+      scenario.data.kind = "synthetic";
+    }
+    if (scenario.data.kind == "bytes") {
+      scenario.data.corpus = default_corpus();
+    }
+    validate(scenario);
+    regions = check_layers(scenario);
+  } else {
+    regions = check_library(arguments.library, arguments.cases);
+  }
+  print_regions(std::cout, regions);
+  const auto failed = std::count_if(regions.begin(), regions.end(),
+                                    [](const auto& region) { return !region.holds(); });
+  std::cout << fmt::format("\n{}: {} of {} regions recompute what they stored, to the bit\n",
+                           failed == 0 ? "PASSED" : "FAILED", regions.size() - failed,
+                           regions.size());
+  return failed == 0 ? kExitHeld : kExitFailed;
+}
+
+Command add_check_command(CLI::App& app) {
+  auto* command = app.add_subcommand(
+      "checkpoint-check",
+      "Run modules, run them again as activation checkpointing does, and compare every saved "
+      "tensor");
+  command->footer(kCheckExamples);
+  const auto held = std::make_shared<CheckArguments>();
+  command->add_option("--library", held->library,
+                      "shared library with modules of your own (fsdp/recomputation_library.h)");
+  command->add_option("--case", held->cases, "only these of the library's");
+  const auto scenario_options = std::make_shared<ScenarioOptions>(*command);
+  add_model_options(*scenario_options);
+  scenario_options->add("--dtype", &Scenario::dtype, "of parameters and activations");
+  return {command, [held, scenario_options] { return check_regions(*held, *scenario_options); }};
+}
+
+/// The one that the words name, before they are known to be right; the first if they name none.
+const Command& command_of(const std::vector<Command>& commands, int argc, char** argv) {
+  for (const auto& each : commands) {
+    if (std::any_of(argv + 1, argv + argc,
+                    [&](const char* word) { return each.app->get_name() == word; })) {
+      return each;
+    }
+  }
+  return commands.front();
+}
+
+int command(int argc, char** argv) {
+  CLI::App app("Proves that sharded training equals training on one device.", "shardproof");
+  app.footer(kExamples);
+  app.set_version_flag("--version", SHARDPROOF_VERSION);
+  app.require_subcommand(0, 1);
+  app.allow_extras();  // and so do the commands; they are refused below, in our own words
+  const std::vector<Command> commands = {add_run_command(app), add_check_command(app)};
 
   // CLI11 takes an empty value for one that was not given, so that an unset variable in a script
   // would silently turn an option off.
@@ -567,20 +667,21 @@ int command(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);
   } catch (const CLI::ParseError& error) {
-    throw fsdp::UsageError(describe(error, *run_command) + "; see shardproof run --help");
+    const auto& meant = command_of(commands, argc, argv);
+    throw fsdp::UsageError(fmt::format("{}; see shardproof {} --help", describe(error, *meant.app),
+                                       meant.app->get_name()));
   }
-  if (!run_command->parsed() || !app.remaining().empty()) {
+  const auto parsed = std::find_if(commands.begin(), commands.end(),
+                                   [](const Command& each) { return each.app->parsed(); });
+  if (parsed == commands.end() || !app.remaining().empty()) {
     throw fsdp::UsageError(describe_missing_command(app.remaining()) + "; see shardproof --help");
   }
-  if (const auto strangers = run_command->remaining(); !strangers.empty()) {
-    throw fsdp::UsageError(describe_strangers(strangers, *run_command) +
-                           "; see shardproof run --help");
+  if (const auto strangers = parsed->app->remaining(); !strangers.empty()) {
+    throw fsdp::UsageError(fmt::format("{}; see shardproof {} --help",
+                                       describe_strangers(strangers, *parsed->app),
+                                       parsed->app->get_name()));
   }
-  if (arguments.timeout < 1 || arguments.timeout > 86400) {
-    throw fsdp::UsageError(
-        fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", arguments.timeout));
-  }
-  return run(arguments, scenario_options);
+  return parsed->run();
 }
 
 int command_or_complaint(int argc, char** argv) {

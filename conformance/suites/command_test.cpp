@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "conformance/exit_codes.h"
+#include "conformance/suites/run_command.h"
 #include "conformance/suites/temporary_folder.h"
 #include "conformance/trace_io.h"
 #include "reference/models.h"
@@ -30,31 +31,6 @@ namespace {
 namespace fs = std::filesystem;
 using testing::HasSubstr;
 using testing::Not;
-
-struct Ended {
-  int code = -1;     // exit code; 1000 + signal if killed
-  std::string text;  // stdout and stderr
-};
-
-/// Runs the command through the shell with a deadline, so that a hang is a failure (124) and not a
-/// wait. A deadline of ours that expires ends with 137, which no run of ours does.
-Ended shardproof(const std::string& arguments, const std::string& before = "") {
-  const auto command =
-      before + " timeout -s KILL 120 " + SHARDPROOF_COMMAND + " " + arguments + " 2>&1";
-  Ended ended;
-  auto* pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) {
-    ADD_FAILURE() << "popen failed";
-    return ended;
-  }
-  char buffer[4096];
-  while (const auto got = fread(buffer, 1, sizeof buffer, pipe)) {
-    ended.text.append(buffer, got);
-  }
-  const int status = pclose(pipe);
-  ended.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-  return ended;
-}
 
 std::string slurp(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -361,9 +337,11 @@ TEST_F(Command, OutputThatCannotBeWrittenIsNoPass) {
 
 TEST_F(Command, WithoutACommandItSaysWhichThereAre) {
   for (const auto& [arguments, wanted] : std::vector<std::pair<std::string, std::string>>{
-           {"", "no command is given; wanted: shardproof run"},
-           {"foo", "there is no command foo; wanted: shardproof run"},
-           {"x --sceanrio a", "there is no command x; wanted: shardproof run"},
+           {"", "no command is given; wanted: shardproof run or shardproof checkpoint-check"},
+           {"foo",
+            "there is no command foo; wanted: shardproof run or shardproof checkpoint-check"},
+           {"x --sceanrio a",
+            "there is no command x; wanted: shardproof run or shardproof checkpoint-check"},
            {"--quiet", "--quiet stands where a command is wanted: shardproof run --quiet ..."}}) {
     const auto ended = shardproof(arguments);
     EXPECT_EQ(ended.code, kExitUsage) << arguments;

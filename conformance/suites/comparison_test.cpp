@@ -1126,6 +1126,105 @@ TEST(TrainingGuards, NoticeAParameterThatNeverMoves) {
                  "1 of 1 parameters are the same after each of 2 steps: w");
 }
 
+// ---- Recomputation ----------------------------------------------------------------------------
+
+/// Two ranks' activations, saved and recomputed.
+StepTrace recomputed_step(const at::Tensor& saved) {
+  StepTrace trace;
+  for (const auto quantity : {Quantity::saved_activation, Quantity::recomputed_activation}) {
+    for (const auto* name : {"layers.0/0:aten::gelu@m0", "layers.1/0:aten::gelu@m0"}) {
+      trace.tensors.push_back(replicated(quantity, name, saved, 2, Placement::per_rank));
+    }
+  }
+  return trace;
+}
+
+Scenario recomputing_scenario() {
+  auto scenario = small_scenario();
+  scenario.world_size = 2;
+  scenario.checkpointing.layers = "all";
+  return scenario;
+}
+
+TEST(Recomputation, IsHeldToWhatTheSameRankSavedToTheBit) {
+  const auto scenario = recomputing_scenario();
+  auto trace = recomputed_step(torch::tensor({0.0F, 2.0F, 3.0F}));
+  auto verdicts = compare_recomputation(scenario, trace);
+  ASSERT_EQ(verdicts.size(), 2u);
+  for (const auto& verdict : verdicts) {
+    EXPECT_EQ(verdict.outcome, Outcome::passed) << verdict.message;
+    EXPECT_EQ(verdict.rule, RuleKind::exact);
+    EXPECT_EQ(verdict.reference, "stored");
+    EXPECT_EQ(verdict.elements, 6);
+  }
+  trace.tensors[3].pieces[1].values = torch::tensor({-0.0F, 2.0F, 3.0F});
+  verdicts = compare_recomputation(scenario, trace);
+  EXPECT_EQ(verdicts[0].outcome, Outcome::passed);
+  EXPECT_EQ(verdicts[1].outcome, Outcome::failed);
+  EXPECT_EQ(verdicts[1].name, "layers.1/0:aten::gelu@m0");
+  EXPECT_EQ(verdicts[1].rank, 1);
+  EXPECT_EQ(verdicts[1].element, 0);
+  EXPECT_EQ(verdicts[1].differing, 1);
+}
+
+TEST(Recomputation, ATensorThatIsMissingOnEitherSideFails) {
+  const auto scenario = recomputing_scenario();
+  for (const std::size_t missing : {0, 1, 2, 3}) {
+    auto trace = recomputed_step(torch::tensor({1.0F}));
+    trace.tensors.erase(trace.tensors.begin() + static_cast<std::ptrdiff_t>(missing));
+    const auto verdicts = compare_recomputation(scenario, trace);
+    EXPECT_EQ(std::count_if(verdicts.begin(), verdicts.end(),
+                            [](const auto& each) { return each.outcome == Outcome::failed; }),
+              1)
+        << missing;
+  }
+}
+
+TEST(Recomputation, NeedsNoOtherReferenceAndIsNothingWithoutRegions) {
+  const auto scenario = recomputing_scenario();
+  const auto trace = recomputed_step(torch::tensor({1.0F}));
+  const StepTrace nothing;
+  Expectation expectation;
+  expectation.want = &nothing;
+  for (const auto* reference : {"replay", "python", "whole"}) {
+    expectation.reference = reference;
+    EXPECT_TRUE(compare_step(scenario, trace, expectation).empty()) << reference;
+  }
+  EXPECT_TRUE(compare_recomputation(scenario, nothing).empty());
+}
+
+TEST(TrainingGuards, SeeWhetherEveryRegionRanAgainInEveryStep) {
+  Scenario scenario;
+  scenario.model.kind = "mlp";
+  scenario.model.sizes = {4, 4, 4};
+  scenario.data.kind = "synthetic";
+  scenario.world_size = 2;
+  scenario.steps = 2;
+  scenario.checkpointing.layers = "all";
+  const auto verdict_of = [&](const std::vector<std::size_t>& left_out) {
+    TrainingGuards guards(scenario);
+    for (int step = 0; step < 2; ++step) {
+      auto trace = recomputed_step(torch::tensor({1.0F}));
+      for (const auto* name : {"layers.0@m0", "layers.1@m0"}) {
+        trace.tensors.push_back(
+            replicated(Quantity::output, name, torch::tensor({1.0F}), 2, Placement::per_rank));
+      }
+      trace.step = step;
+      if (step == 1) {
+        for (const auto each : left_out) {
+          trace.tensors.erase(trace.tensors.begin() + static_cast<std::ptrdiff_t>(each));
+        }
+      }
+      guards.observe(trace);
+    }
+    return named(guards.verdicts(), "regions_ran_again");
+  };
+  EXPECT_EQ(verdict_of({}).outcome, Outcome::passed) << verdict_of({}).message;
+  expect_message(verdict_of({3}), "nothing was recomputed of layers.1 at step 1");
+  expect_message(verdict_of({2}), "nothing was recomputed of layers.0 at step 1");
+  EXPECT_EQ(verdict_of({2}).outcome, Outcome::failed);
+}
+
 /// A run of a model with frozen and unused parameters, by the reference.
 struct FrozenRun {
   FrozenRun() {

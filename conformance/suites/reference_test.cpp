@@ -167,6 +167,15 @@ class RandomScenarios {
     s.schedule.backward_prefetch = pick<std::string>({"pre", "post", "none"});
     s.schedule.limit_gathers = pick<int>({0, 2});
     s.construction = pick<std::string>({"plain", "meta", "sync"});
+    s.checkpointing.layers = pick<std::string>({"none", "all", "alternate"});
+    if (s.model.kind == "transformer" && pick<bool>({false, true})) {
+      s.checkpointing.layers = "segments";
+    }
+    if (s.checkpointing.layers != "none") {
+      s.checkpointing.early_stop = pick<bool>({false, true});
+      const bool may_be_around = s.checkpointing.layers != "segments" && s.wrap == "layer";
+      s.checkpointing.order = may_be_around ? pick<std::string>({"inside", "around"}) : "inside";
+    }
   }
   void draw_precision(Scenario& s) {
     s.precision.parameter = pick<bool>({false, true}) ? dtype() : "";
@@ -283,6 +292,11 @@ TEST(Scenario, ChangingAnyOneFieldChangesTheName) {
       {{{"forward_prefetch", 1}}, "schedule"},
       {{{"backward_prefetch", "none"}}, "schedule"},
       {{{"limit_gathers", 1}}, "schedule"},
+      {{{"layers", "all"}}, "checkpointing"},
+      {{{"layers", "alternate"}}, "checkpointing"},
+      {{{"layers", "segments"}}, "checkpointing"},
+      {{{"layers", "all"}, {"order", "around"}}, "checkpointing"},
+      {{{"layers", "all"}, {"early_stop", false}}, "checkpointing"},
   };
   std::set<std::string> names = {dotted_name(Scenario())};
   for (const auto& [change, object] : changes) {

@@ -1,12 +1,12 @@
 #include "fsdp/backend_library.h"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <array>
 #include <exception>
 
 #include "fsdp/errors.h"
+#include "shared_library.h"
 
 namespace fsdp {
 namespace {
@@ -19,25 +19,9 @@ class Loader {
       : library_(library), request_(request) {}
 
   FsdpMakeBackend find() const {
-    std::error_code error;
-    if (!std::filesystem::is_regular_file(library_, error)) {
-      refuse("there is no such file", "the path of a shared library");
-    }
-    // An absolute path, because dlopen looks for a bare name in the system's folders.
-    const auto path = std::filesystem::absolute(library_);
-    // Never closed: threads and vtables of the backend are in it.
-    void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
-      refuse(fmt::format("it cannot be loaded: {}", ::dlerror()),
-             "a shared library whose own libraries are found (see ldd), for the libtorch of this "
-             "program");
-    }
-    auto* const found = ::dlsym(handle, kFunction);
-    if (found == nullptr) {
-      refuse(fmt::format("it has no function {}", kFunction),
-             "one with C linkage, exported, as fsdp/backend_library.h declares it");
-    }
-    return reinterpret_cast<FsdpMakeBackend>(found);
+    return reinterpret_cast<FsdpMakeBackend>(find_in_library(
+        library_, kFunction, "fsdp/backend_library.h",
+        [this](const std::string& seen, const std::string& wanted) { refuse(seen, wanted); }));
   }
 
   c10::intrusive_ptr<c10d::Backend> make(FsdpMakeBackend function) const {

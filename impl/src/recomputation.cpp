@@ -4,8 +4,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
-
 #include "run_state.h"
 
 namespace fsdp {
@@ -43,9 +41,7 @@ torch::Tensor checkpoint_sequential(const std::vector<LayerFunction>& layers, st
   return input;
 }
 
-namespace detail {
-
-RecomputationOptions reporting_options(RecomputationOptions options, RecomputationReport& report) {
+RecomputationOptions reporting_to(RecomputationReport& report, RecomputationOptions options) {
   options.early_stop = false;
   options.check = RecomputationCheck::metadata;
   options.on_recomputed = [&report,
@@ -66,6 +62,8 @@ RecomputationOptions reporting_options(RecomputationOptions options, Recomputati
   return options;
 }
 
+namespace detail {
+
 void run_backward_into(RecomputationReport& report, const std::vector<at::Tensor*>& results) {
   at::Tensor sum;
   for (const auto* result : results) {
@@ -83,8 +81,6 @@ void run_backward_into(RecomputationReport& report, const std::vector<at::Tensor
   } catch (const RecomputationError& error) {
     report.error = error.what();
   }
-  std::sort(report.differences.begin(), report.differences.end(),
-            [](const auto& a, const auto& b) { return a.index < b.index; });
 }
 
 }  // namespace detail

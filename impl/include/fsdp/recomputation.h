@@ -168,9 +168,7 @@ using LayerFunction = std::function<torch::Tensor(const torch::Tensor&)>;
 torch::Tensor checkpoint_sequential(const std::vector<LayerFunction>& layers, std::size_t segments,
                                     torch::Tensor input, const RecomputationOptions& options = {});
 
-/// Runs `function(args...)`, and then backward of the sum of its floating-point results, so that
-/// the region is recomputed, and says how every saved tensor compares. Leaves gradients in the
-/// leaves, as any backward does. A tool for one's own modules: is it fit to be checkpointed?
+/// How the second run of a region compares with the first.
 struct RecomputationReport {
   struct Difference {
     std::int64_t index = 0;
@@ -186,18 +184,23 @@ struct RecomputationReport {
   bool is_equal() const { return error.empty() && differences.empty() && tensors > 0; }
 };
 
+/// Options of a region that adds to the report, which must live as long, whenever it runs again. It
+/// runs to the end then.
+RecomputationOptions reporting_to(RecomputationReport& report, RecomputationOptions options = {});
+
 namespace detail {
-/// Fills a report while backward runs.
-RecomputationOptions reporting_options(RecomputationOptions options, RecomputationReport& report);
 void run_backward_into(RecomputationReport& report, const std::vector<at::Tensor*>& results);
 }  // namespace detail
 
+/// Runs `function(args...)`, and then backward of the sum of its floating-point results, so that
+/// the region is recomputed, and says how every saved tensor compares. Leaves gradients in the
+/// leaves, as any backward does. A tool for one's own modules: is it fit to be checkpointed?
 template <typename Function, typename... Args>
 RecomputationReport check_recomputation(const RecomputationOptions& options, Function function,
                                         Args&&... args) {
   RecomputationReport report;
-  auto results = checkpoint(detail::reporting_options(options, report), std::move(function),
-                            std::forward<Args>(args)...);
+  auto results =
+      checkpoint(reporting_to(report, options), std::move(function), std::forward<Args>(args)...);
   detail::run_backward_into(report, tensors_in(results));
   return report;
 }

@@ -64,6 +64,7 @@ EVERYTHING = {
         "backward_prefetch": "none",
         "limit_gathers": 3,
     },
+    "checkpointing": {"layers": "alternate", "order": "around", "early_stop": False},
     "construction": "meta",
     "loss_scale": 1024,
 }
@@ -173,6 +174,28 @@ def test_norm_types_are_numbers_or_infinity():
             {"schedule": {"backward_prefetch": ""}},
             'schedule.backward_prefetch is ""; wanted: "pre"',
         ),
+        ({"checkpointing": {"layers": "some"}}, 'checkpointing.layers is "some"; wanted: "none"'),
+        (
+            {"checkpointing": {"layers": "segments"}},
+            'checkpointing.layers is "segments"; wanted: another for model.kind "mlp"',
+        ),
+        (
+            {"checkpointing": {"layers": "all", "order": "outside"}},
+            'checkpointing.order is "outside"; wanted: "inside"',
+        ),
+        (
+            {"checkpointing": {"order": "around"}},
+            'checkpointing.order is "around"; wanted: "inside" for checkpointing.layers "none"',
+        ),
+        (
+            {"checkpointing": {"layers": "all", "order": "around"}, "wrap": "model"},
+            'checkpointing.order is "around"; wanted: "inside" for wrap "model"',
+        ),
+        (
+            {"checkpointing": {"early_stop": False}},
+            "checkpointing.early_stop is false; wanted: true",
+        ),
+        ({"checkpointing": {"early_stop": 0}}, "checkpointing.early_stop is 0"),
         ({"schedule": {"limit_gathers": -1}}, "schedule.limit_gathers is -1; wanted: at least 0"),
         ({"schedule": {"limit_gathers": True}}, "schedule.limit_gathers is true"),
         ({"construction": "lazy"}, 'construction is "lazy"; wanted: "plain", "meta", "sync"'),
@@ -243,6 +266,8 @@ def test_what_is_possible_at_the_edge_is_accepted():
         ("mlp", {"strategy": "hybrid_shard", "replicas": 6, "world_size": 6}),
         ("mlp", {"schedule": {"reshard_after_forward": 1}, "strategy": "no_shard"}),
         ("mlp", {"schedule": {"reshard_after_forward": 3}, "world_size": 6}),
+        ("mlp", {"checkpointing": {"layers": "alternate", "order": "around"}}),
+        ("transformer", {"checkpointing": {"layers": "segments", "early_stop": False}}),
         ("mlp", {"divide": {"post": 0.25}}),
         ("mlp", {"micro_batches": 2, "accumulation": "last", "strategy": "no_shard"}),
     ):
@@ -255,6 +280,7 @@ def test_what_is_possible_at_the_edge_is_accepted():
         {"strategy": "shard_grad_op"},
         {"schedule": {"forward_prefetch": 2, "limit_gathers": 1, "backward_prefetch": "post"}},
         {"schedule": {"reshard_after_forward": 0}},
+        {"checkpointing": {"layers": "all", "order": "around", "early_stop": False}},
         {"construction": "meta"},
         {"construction": "sync"},
         {"wrap": "model"},
