@@ -460,6 +460,118 @@ TEST(Recomputation, AnInputThatWasChangedInPlaceIsNamed) {
   EXPECT_THAT(message, HasSubstr("input 1 (Float of shape [4, 5] on cpu) was changed in place"));
 }
 
+TEST(Recomputation, AWeightThatChangedBetweenTheRunsIsSeen) {
+  Net net;
+  const auto y = checkpoint(
+      checking_values(), [&net](const Tensor& x) { return net(x); }, leaf({4, 5}, 3));
+  {
+    const torch::NoGradGuard no_grad;
+    net.second.add_(1);
+  }
+  EXPECT_THAT(message_of([&] { y.sum().backward(); }), HasSubstr("is another when recomputed"));
+}
+
+using Pair = std::tuple<Tensor, Tensor>;
+
+TEST(Recomputation, WhatBackwardDoesNotAskForIsForgottenAtItsEnd) {
+  c10::weak_intrusive_ptr<c10::StorageImpl> other(c10::intrusive_ptr<c10::StorageImpl>{});
+  const auto [first, second] = checkpoint(
+      [&other](const Tensor& z) {
+        const auto exponential = torch::exp(torch::cos(z));
+        other = exponential.storage().getWeakStorageImpl();
+        return Pair(torch::tanh(torch::sin(z)), exponential);
+      },
+      leaf({4, 5}, 3));
+  first.sum().backward();
+  EXPECT_TRUE(other.expired());
+}
+
+TEST(Recomputation, ARunToTheEndThatSavesFewerTensorsIsAnErrorAlsoIfNobodyNeedsThem) {
+  RecomputationOptions options;
+  options.early_stop = false;
+  bool again = false;
+  const auto [first, second] = checkpoint(
+      options,
+      [&again](const Tensor& z) {
+        const auto a = torch::tanh(z);
+        return Pair(a, std::exchange(again, true) ? z : torch::exp(z));
+      },
+      leaf({4, 5}, 3));
+  EXPECT_THAT(message_of([&, &a = first] { a.sum().backward(); }),
+              HasSubstr("its first run saved 2 tensors, and its second 1; wanted: "));
+}
+
+/// Passes its input on, and calls a function when backward comes by.
+struct Probe : torch::autograd::Function<Probe> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const std::function<void()>* on_backward) {
+    context->saved_data["on_backward"] = reinterpret_cast<std::int64_t>(on_backward);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    (*reinterpret_cast<const std::function<void()>*>(context->saved_data["on_backward"].toInt()))();
+    return {gradients[0], Tensor()};
+  }
+};
+
+TEST(Recomputation, ARecomputedTensorGoesAsSoonAsItIsUsed) {
+  c10::weak_intrusive_ptr<c10::StorageImpl> later(c10::intrusive_ptr<c10::StorageImpl>{});
+  int calls = 0;
+  const std::function<void()> look = [&] {
+    ++calls;
+    EXPECT_TRUE(later.expired());
+  };
+  const auto y = checkpoint(
+      [&](const Tensor& z) {
+        const auto exponential = torch::exp(Probe::apply(torch::sin(z), &look));
+        later = exponential.storage().getWeakStorageImpl();
+        return exponential.neg();
+      },
+      leaf({4, 5}, 3));
+  // The graph stays, so that it is not the end of a node that frees what it saved.
+  y.sum().backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(Recomputation, ATensorThatIsOverwrittenAfterItWasSavedIsAnErrorAsWithoutARegion) {
+  const auto function = [](const Tensor& z) {
+    auto hidden = torch::exp(z);  // its gradient needs its result
+    hidden.add_(1);
+    return torch::sin(hidden).sum();
+  };
+  const auto x = leaf({4, 5}, 3);
+  EXPECT_THROW(function(x).backward(), c10::Error);
+  const auto y = checkpoint(function, x);
+  EXPECT_THAT(message_of([&] { y.backward(); }),
+              HasSubstr("saved tensor 0 (Float of shape [4, 5] on cpu) was changed in place"));
+}
+
+struct Doubled : torch::autograd::Function<Doubled> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x) {
+    const auto result = torch::exp(x);
+    context->save_for_backward({x, result});
+    return result * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    EXPECT_TRUE(saved[0].exp().equal(saved[1]));
+    return {gradients[0] * saved[1] * 2};
+  }
+};
+
+TEST(Recomputation, WhatAFunctionOfOnesOwnSavesIsRecomputedToo) {
+  std::vector<std::vector<Tensor>> gradients;
+  for (const bool recomputes : {false, true}) {
+    const auto x = leaf({4, 5}, 3);
+    const auto function = [](const Tensor& z) { return Doubled::apply(torch::sin(z)); };
+    (recomputes ? checkpoint(checking_values(), function, x) : function(x)).sum().backward();
+    gradients.push_back({x.grad()});
+  }
+  expect_same(gradients[1], gradients[0]);
+}
+
 struct Change {
   std::string name;
   std::function<Tensor(const Tensor& x, bool again)> function;
@@ -541,10 +653,13 @@ TEST(Recomputation, AFunctionThatThrowsTheSecondTimeLeavesEverythingAsItWas) {
   bool again = false;
   bool throws = true;
   Net net;
+  c10::weak_intrusive_ptr<c10::StorageImpl> half_way(c10::intrusive_ptr<c10::StorageImpl>{});
   const auto x = leaf({4, 5}, 3);
   const auto y = checkpoint(
       [&](const Tensor& z) {
-        auto hidden = Dropout(0.5)(torch::dropout(net(z), 0.5, true));
+        auto hidden = Dropout(0.5)(torch::dropout(torch::tanh(net(z)), 0.5, true));
+        half_way = hidden.storage().getWeakStorageImpl();
+        hidden = torch::sin(hidden);
         if (std::exchange(again, true) && throws) {
           throw std::runtime_error("planted in the second run");
         }
@@ -561,6 +676,7 @@ TEST(Recomputation, AFunctionThatThrowsTheSecondTimeLeavesEverythingAsItWas) {
   }
   EXPECT_THAT(message, HasSubstr("planted in the second run"));
   EXPECT_FALSE(is_recomputing());
+  EXPECT_TRUE(half_way.expired());
   EXPECT_FALSE(net.first.grad().defined());
   EXPECT_TRUE(same_bits(rank_generator().get_state(), ours));
   EXPECT_TRUE(same_bits(at::globalContext().defaultGenerator(at::kCPU).get_state(), libtorchs));

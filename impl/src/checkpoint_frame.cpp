@@ -93,6 +93,13 @@ at::Tensor CheckpointFrame::Slot::take() {
         "number {} ({}) is missing; wanted: a function that does the same each time",
         frame_->name(), index_, described(sizes_, dtype_, device_)));
   }
+  // With hooks, autograd leaves this check to us.
+  if (recomputed_._version() != version_) {
+    throw RecomputationError(fmt::format(
+        "checkpointed region '{}': saved tensor {} ({}) was changed in place after it was saved; "
+        "wanted: an operation that is not in place",
+        frame_->name(), index_, described(sizes_, dtype_, device_)));
+  }
   return std::exchange(recomputed_, at::Tensor());
 }
 
@@ -300,6 +307,7 @@ void CheckpointFrame::fill(Slot& slot, at::Tensor tensor) {
     listener->observe({.point = Point::recomputed_activation, .unit = name(), .tensor = tensor});
   }
   check(slot, tensor);
+  slot.version_ = tensor._version();
   slot.recomputed_ = std::move(tensor);
 }
 

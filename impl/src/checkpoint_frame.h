@@ -36,6 +36,7 @@ class CheckpointFrame : public std::enable_shared_from_this<CheckpointFrame> {
     std::string operation_;
     at::Tensor stored_;
     at::Tensor recomputed_;
+    std::int64_t version_ = 0;  // of the recomputed tensor when it was saved
   };
 
   /// Takes the inputs over. `context` is the one around the region, which is given the inputs to
