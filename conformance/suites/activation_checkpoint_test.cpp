@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fsdp/activation_checkpoint.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/observer.h>
 #include <fsdp/random.h>
 #include <fsdp/recording.h>
 #include <gmock/gmock.h>
@@ -308,6 +309,36 @@ TEST_P(EachStrategy, GathersAsOftenAsTheOrderOfWrappingSays) {
         EXPECT_EQ(gathers(result), want);
       }
     }
+  }
+}
+
+TEST(ActivationCheckpoint, WhatARegionKeepsIsItsInputBeforeTheUnitsCastIfItIsAroundTheUnit) {
+  struct Inputs : Observer {
+    void observe(const Observation& seen) override {
+      if (seen.point == Point::recomputation_input && seen.tensor.dim() == 2) {
+        dtypes.push_back(seen.tensor.scalar_type());
+      }
+    }
+    std::vector<at::ScalarType> dtypes;
+  };
+  for (const bool is_around : {false, true}) {
+    run_ranks(2, [&](RankContext& context) {
+      Block block;
+      FullyShardOptions options;
+      options.process_group = context.process_group;
+      options.mixed_precision.param_dtype = at::kBFloat16;
+      if (!is_around) {
+        checkpoint_wrapper(block);
+      }
+      fully_shard(block, options);
+      if (is_around) {
+        checkpoint_wrapper(block);
+      }
+      Inputs inputs;
+      const ObserverScope scope(&inputs);
+      block(torch::ones({2, kWidth}), torch::ones({kWidth})).sum().backward();
+      EXPECT_THAT(inputs.dtypes, testing::ElementsAre(is_around ? at::kFloat : at::kBFloat16));
+    });
   }
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <fsdp/activation_checkpoint.h>
 #include <fsdp/observer.h>
+#include <fsdp/process_group.h>
 #include <fsdp/random.h>
 #include <fsdp/recomputation.h>
 #include <gmock/gmock.h>
@@ -16,6 +17,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -54,6 +56,8 @@ RecomputationOptions checking_values() {
   options.check = RecomputationCheck::values;
   return options;
 }
+
+using Pair = std::tuple<Tensor, Tensor>;
 
 /// Two layers, and how often they ran.
 struct Net {
@@ -460,6 +464,53 @@ TEST(Recomputation, AnInputThatWasChangedInPlaceIsNamed) {
   EXPECT_THAT(message, HasSubstr("input 1 (Float of shape [4, 5] on cpu) was changed in place"));
 }
 
+TEST(Recomputation, StopsAtTheLastTensorThatSomebodyMayStillNeed) {
+  int after = 0;
+  auto results = checkpoint(
+      [&after](const Tensor& z) {
+        const auto a = torch::tanh(z);
+        ++after;
+        return Pair(a, torch::exp(torch::sin(z)));
+      },
+      leaf({4, 5}, 3));
+  std::get<1>(results).reset();  // and with it the graph of what came after `a`
+  std::get<0>(results).sum().backward();
+  EXPECT_EQ(after, 1);
+}
+
+TEST(Recomputation, OnAnotherThreadDrawsFromTheGeneratorOfTheFirstRun) {
+  std::vector<std::vector<Tensor>> gradients;
+  for (const bool elsewhere : {false, true}) {
+    seed_rank_generator(5, 0);
+    const auto x = leaf({4, 5}, 3);
+    const auto y = checkpoint(
+        checking_values(), [](const Tensor& z) { return torch::exp(Dropout(0.5)(torch::sin(z))); },
+        x);
+    const auto backward = [&] { y.sum().backward(); };
+    if (elsewhere) {
+      std::thread(backward).join();
+    } else {
+      backward();
+    }
+    gradients.push_back({x.grad()});
+  }
+  expect_same(gradients[1], gradients[0]);
+}
+
+TEST(Recomputation, LeavesTheGeneratorThatRanksShareAlone) {
+  std::vector<std::string> messages(2);
+  run_ranks(2, [&](RankContext& context) {
+    const auto y = checkpoint(
+        checking_values(),
+        [](const Tensor& z) { return torch::exp(torch::dropout(torch::sin(z), 0.5, true)); },
+        leaf({40, 5}, 3));
+    messages[static_cast<std::size_t>(context.rank)] = message_of([&] { y.sum().backward(); });
+  });
+  for (const auto& message : messages) {
+    EXPECT_THAT(message, HasSubstr("is another when recomputed"));
+  }
+}
+
 TEST(Recomputation, AWeightThatChangedBetweenTheRunsIsSeen) {
   Net net;
   const auto y = checkpoint(
@@ -470,8 +521,6 @@ TEST(Recomputation, AWeightThatChangedBetweenTheRunsIsSeen) {
   }
   EXPECT_THAT(message_of([&] { y.sum().backward(); }), HasSubstr("is another when recomputed"));
 }
-
-using Pair = std::tuple<Tensor, Tensor>;
 
 TEST(Recomputation, WhatBackwardDoesNotAskForIsForgottenAtItsEnd) {
   c10::weak_intrusive_ptr<c10::StorageImpl> other(c10::intrusive_ptr<c10::StorageImpl>{});
@@ -1029,6 +1078,21 @@ TEST(CheckpointWrapper, BuffersThatForwardWritesAreCountedOnceAndReadAsBefore) {
                        module->norm->weight.grad()});
   }
   expect_same(results[1], results[0]);
+}
+
+TEST(CheckpointWrapper, ABufferThatIsSetBackIsStillWhatAnotherGraphSaved) {
+  Normed module;
+  checkpoint_wrapper(module);
+  const auto y = (module(leaf({4, 5}, 3)) * module->norm->running_var).sum();
+  y.backward({}, /*retain_graph=*/true);
+  EXPECT_NO_THROW(y.backward());
+}
+
+TEST(ApplyActivationCheckpointing, AModuleUnderTwoNamesIsOneRegion) {
+  Network network;
+  network->register_module("again", network->blocks[1]);
+  EXPECT_THAT(apply_activation_checkpointing(network, is_block),
+              testing::ElementsAre("block0", "block1", "block2", "block3"));
 }
 
 TEST(CheckpointWrapper, HooksOutsideTheRegionRunOnceAndChildrensTwice) {

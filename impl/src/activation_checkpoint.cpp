@@ -68,7 +68,6 @@ std::vector<std::string> apply_activation_checkpointing(torch::nn::Module& model
         }
         for (const auto& child : children) {
           if (&child.value() == wrapped) {
-            seen.insert(wrapped->get());
             for (const auto& below : (*wrapped)->named_children()) {
               walk(name.empty() ? below.key() : name + "." + below.key(), *below.value());
             }
