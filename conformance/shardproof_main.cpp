@@ -15,11 +15,13 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "conformance/claims.h"
 #include "conformance/cleanup.h"
 #include "conformance/default_corpus.h"
 #include "conformance/environment.h"
 #include "conformance/exit_codes.h"
 #include "conformance/python_reference.h"
+#include "conformance/report_folder.h"
 #include "conformance/session.h"
 #include "conformance/trace_io.h"
 #include "fault_injection/catalogue.h"
@@ -38,6 +40,7 @@ Examples:
   shardproof run --fault flipped_bit             a planted fault: ends 1 and names the place
   shardproof run --scenario scenario.json        everything from a file; options change single fields
   torchrun --no-python --nproc_per_node=8 shardproof run      a process for each rank
+  shardproof claims --report out                 what is said of sharded training, measured; out/claims.html
 
 Variables: SHARDPROOF_PYTHON, as --python; SHARDPROOF_PYTHON_REFERENCE, where reference/python/reference.py is if the
 sources were moved; TMPDIR, a folder for temporary files.
@@ -437,6 +440,94 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   return code;
 }
 
+constexpr const char* kClaimsExamples = R"(
+Examples:
+  shardproof claims --report out                       everything; out/claims.html and out/claims.json
+  shardproof claims --report out --section clipping --quick --no-python
+
+Exit codes: 0 all checks held; 1 a check failed; 2 wrong usage or input; 70 the harness itself broke; 124 timed out.
+)";
+
+struct ClaimsArguments {
+  std::string report;
+  std::vector<std::string> sections;
+  std::string python;
+  std::uint64_t seed = 0;
+  bool quick = false;
+  bool no_python = false;
+  bool quiet = false;
+  int timeout = 300;
+};
+
+void add_claims_options(CLI::App& app, ClaimsArguments& arguments) {
+  std::string sections;
+  for (const auto& section : claims_sections()) {
+    sections += fmt::format("{}{} ({})", sections.empty() ? "" : ", ", section.id, section.summary);
+  }
+  app.add_option("--report", arguments.report, "folder for claims.html and claims.json; required");
+  app.add_option("--section", arguments.sections, "only this; may be given again: " + sections)
+      ->allow_extra_args(false);
+  app.add_flag("--quick", arguments.quick, "fewer worlds and steps, to see that all works");
+  refuse_other_than<std::uint64_t>(
+      app.add_option("--seed", arguments.seed, "of weights, data and gradients")
+          ->capture_default_str());
+  app.add_option("--python", arguments.python,
+                 "interpreter that has torch; default: $SHARDPROOF_PYTHON, else the one found when "
+                 "this was built");
+  app.add_flag("--no-python", arguments.no_python, "leave out what needs PyTorch itself");
+  app.add_flag("--quiet", arguments.quiet, "no progress");
+  refuse_other_than<int>(app.add_option("--timeout", arguments.timeout,
+                                        "seconds that a collective or the Python program may take, "
+                                        "1 to 86400")
+                             ->capture_default_str());
+  for (const char* flag : {"--quick", "--no-python", "--quiet"}) {
+    app.get_option(flag)->disable_flag_override();
+  }
+}
+
+int claims(const ClaimsArguments& arguments) {
+  if (const auto placement = fsdp::read_placement(); placement.launcher != "none") {
+    throw fsdp::UsageError(
+        fmt::format("rank {}: shardproof claims was started by {} as one of {} processes; wanted: "
+                    "without a launcher, since its ranks are threads",
+                    placement.rank, placement.launcher, placement.world_size));
+  }
+  if (arguments.report.empty()) {
+    throw fsdp::UsageError(
+        "--report is not given; wanted: a folder for claims.html and claims.json; see shardproof "
+        "claims --help");
+  }
+  if (arguments.no_python && !arguments.python.empty()) {
+    throw fsdp::UsageError("--python and --no-python contradict each other; wanted: one of them");
+  }
+  ClaimsOptions options;
+  options.seed = arguments.seed;
+  options.quick = arguments.quick;
+  options.with_python = !arguments.no_python;
+  options.python = arguments.python;
+  options.timeout = std::chrono::seconds(arguments.timeout);
+  if (!arguments.quiet) {
+    options.progress = [](const std::string& part) { std::cerr << part << std::endl; };
+  }
+  // First, so that nobody waits for figures that cannot be written.
+  ReportFolder folder(arguments.report, {"claims.json", "schema", "shardproof.claims/"});
+  const auto report = measure_claims(arguments.sections, options);
+  write_file(folder.partial() / "claims.html", {render_claims_html(report)});
+  write_file(
+      folder.partial() / "claims.json",
+      {to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n"});
+  folder.publish();
+  print_claims(std::cout, report);
+  std::cout << "report: " << (std::filesystem::path(arguments.report) / "claims.html").string()
+            << "\n"
+            << std::flush;
+  if (!std::cout) {
+    return complain(kExitBroken,
+                    "cannot write the table to standard output; nobody has seen the verdict");
+  }
+  return report.failed() == 0 ? kExitHeld : kExitFailed;
+}
+
 /// The option that is likely to be meant, if any is.
 std::string nearest_option(const std::string& word, const CLI::App& app) {
   std::string nearest;
@@ -468,13 +559,14 @@ std::string describe_strangers(const std::vector<std::string>& strangers, const 
 
 std::string describe_missing_command(const std::vector<std::string>& words) {
   if (words.empty()) {
-    return "no command is given; wanted: shardproof run";
+    return "no command is given; wanted: shardproof run or shardproof claims";
   }
   if (words.front().starts_with("-")) {
     return fmt::format("{} stands where a command is wanted: shardproof run {} ...", words.front(),
                        words.front());
   }
-  return fmt::format("there is no command {}; wanted: shardproof run", words.front());
+  return fmt::format("there is no command {}; wanted: shardproof run or shardproof claims",
+                     words.front());
 }
 
 /// CLI11's complaint in our words.
@@ -541,6 +633,11 @@ int command(int argc, char** argv) {
           ->capture_default_str());
   ScenarioOptions scenario_options(*run_command);
   add_scenario_options(scenario_options);
+  auto* claims_command = app.add_subcommand(
+      "claims", "Measure what is said of sharded training, and write a page of verdicts");
+  claims_command->footer(kClaimsExamples);
+  ClaimsArguments claims_arguments;
+  add_claims_options(*claims_command, claims_arguments);
 
   // CLI11 takes an empty value for one that was not given, so that an unset variable in a script
   // would silently turn an option off.
@@ -557,20 +654,25 @@ int command(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);
   } catch (const CLI::ParseError& error) {
-    throw fsdp::UsageError(describe(error, *run_command) + "; see shardproof run --help");
+    const auto& meant = claims_command->parsed() ? *claims_command : *run_command;
+    throw fsdp::UsageError(describe(error, meant) + "; see shardproof " + meant.get_name() +
+                           " --help");
   }
-  if (!run_command->parsed() || !app.remaining().empty()) {
+  const auto* meant = claims_command->parsed() ? claims_command : run_command;
+  if (!meant->parsed() || !app.remaining().empty()) {
     throw fsdp::UsageError(describe_missing_command(app.remaining()) + "; see shardproof --help");
   }
-  if (const auto strangers = run_command->remaining(); !strangers.empty()) {
-    throw fsdp::UsageError(describe_strangers(strangers, *run_command) +
-                           "; see shardproof run --help");
+  if (const auto strangers = meant->remaining(); !strangers.empty()) {
+    throw fsdp::UsageError(describe_strangers(strangers, *meant) + "; see shardproof " +
+                           meant->get_name() + " --help");
   }
-  if (arguments.timeout < 1 || arguments.timeout > 86400) {
-    throw fsdp::UsageError(
-        fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", arguments.timeout));
+  for (const int timeout : {arguments.timeout, claims_arguments.timeout}) {
+    if (timeout < 1 || timeout > 86400) {
+      throw fsdp::UsageError(
+          fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", timeout));
+    }
   }
-  return run(arguments, scenario_options);
+  return meant == claims_command ? claims(claims_arguments) : run(arguments, scenario_options);
 }
 
 int command_or_complaint(int argc, char** argv) {
