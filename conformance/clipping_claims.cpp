@@ -12,6 +12,7 @@
 #include "conformance/clipping_peers.h"
 #include "conformance/html.h"
 #include "conformance/plot.h"
+#include "conformance/python_process.h"
 
 namespace shardproof {
 namespace {
@@ -87,8 +88,10 @@ Measured measure(const ClaimsOptions& options) {
                          ClipBy::true_norm, options.timeout);
     measured.training.steps.push_back(run.steps.back());
   }
+  const ScratchFolder scratch({});
   for (const auto* optimizer : {"sgd", "adamw"}) {
-    const auto scenario = clipping_scenario(8, optimizer, options.quick ? 10 : 100, options.seed);
+    const auto scenario =
+        drift_scenario(8, optimizer, options.quick ? 10 : 100, options.seed, scratch.path());
     say(fmt::format("{} steps of {} on {} ranks, clipped either way", scenario.steps, optimizer,
                     scenario.world_size));
     measured.drifts.push_back({optimizer, scenario.world_size, scenario.max_norm,

@@ -4,6 +4,7 @@
 #include <fsdp/exact_sum.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/process_group.h>
+#include <fsdp/safetensors.h>
 
 #include <algorithm>
 #include <cmath>
@@ -411,7 +412,35 @@ Scenario clipping_scenario(int world_size, const std::string& optimizer, int ste
   scenario.optimizer.kind = optimizer;
   scenario.optimizer.lr = optimizer == "sgd" ? 0.5 : 3e-3;
   scenario.optimizer.momentum = optimizer == "sgd" ? 0.9 : 0;
-  scenario.max_norm = 0.05;
+  scenario.max_norm = 0.02;
+  return scenario;
+}
+
+Scenario drift_scenario(int world_size, const std::string& optimizer, int steps, std::uint64_t seed,
+                        const std::filesystem::path& folder) {
+  const auto text = folder / "sums.txt";
+  std::string sums;
+  for (std::uint64_t i = 0; i < 4000; ++i) {
+    const auto hash = hash_counters(seed, {i});
+    const auto a = hash % 10;
+    const auto b = hash / 10 % 10;
+    sums += fmt::format("{} and {} make {}.\n", a, b, a + b);
+  }
+  fsdp::write_file(text, {sums});
+  Scenario scenario;
+  scenario.model.layers = 1;
+  scenario.model.width = 32;
+  scenario.model.heads = 2;
+  scenario.model.context = 32;
+  scenario.data.corpus = {text.string()};
+  scenario.world_size = world_size;
+  scenario.batch = 2;
+  scenario.steps = steps;
+  scenario.seed = seed;
+  scenario.optimizer.kind = optimizer;
+  scenario.optimizer.lr = optimizer == "sgd" ? 0.1 : 3e-3;
+  scenario.optimizer.momentum = optimizer == "sgd" ? 0.9 : 0;
+  scenario.max_norm = 0.3;
   return scenario;
 }
 

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -81,14 +82,19 @@ struct ClippingRun {
 };
 enum class ClipBy { true_norm, local_norms };
 
-/// Trains an mlp scenario with the given clipping. With true_norm, each step's norm and clipped
+/// Trains a scenario with the given clipping. With true_norm, each step's norm and clipped
 /// gradients are held to the replay reference's, free-running; with local_norms the steps' fields
 /// of one device are not filled.
 ClippingRun measure_training(const Scenario& scenario, ClipBy clip_by,
                              std::chrono::seconds timeout = std::chrono::seconds(300));
-/// What the section trains: three layers of 64, 4 samples a rank.
+/// What the section trains on many worlds: an mlp of three layers of 64, 4 samples a rank, on
+/// noise.
 Scenario clipping_scenario(int world_size, const std::string& optimizer, int steps,
                            std::uint64_t seed);
+/// What it trains for long: a transformer of 34,000 parameters on sums in words, which it can
+/// learn. Writes the text into `folder`, which must outlive the run.
+Scenario drift_scenario(int world_size, const std::string& optimizer, int steps, std::uint64_t seed,
+                        const std::filesystem::path& folder);
 
 /// What must hold of every step, whatever the gradients: local <= true on every rank; strictly
 /// below where more than one rank holds a gradient that is not zero, and equal only where one rank

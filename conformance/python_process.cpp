@@ -123,15 +123,15 @@ ScratchFolder::ScratchFolder(const fs::path& parent) {
   std::string name = (fs::absolute(base, ignored) / "shardproof-python-XXXXXX").string();
   if (::mkdtemp(name.data()) == nullptr) {
     throw PythonReferenceError(
-        fmt::format("the Python reference needs a folder for the files that are exchanged, and "
-                    "{} cannot be made: {}. Set TMPDIR to a folder that can be written",
+        fmt::format("a folder for temporary files is needed, and {} cannot be made: {}. Set TMPDIR "
+                    "to a folder that can be written",
                     name, errno_text(errno)));
   }
   path_ = name;
   if (!is_utf8(name)) {
     fs::remove(path_, ignored);
     throw PythonReferenceError(
-        fmt::format("the Python reference is told paths in UTF-8, and {} is none. Set TMPDIR to "
+        fmt::format("Python programs are told paths in UTF-8, and {} is none. Set TMPDIR to "
                     "another folder",
                     name));
   }
