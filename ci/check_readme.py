@@ -71,7 +71,7 @@ prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 for target in re.findall(r"\]\(([^)]+)\)", prose):
     if not (source / target).is_file():
         problems.append(f"a link leads to {target}, which is not there")
-_, help_text = run(["run", "--help"])
+help_text = run(["run", "--help"])[1] + run(["claims", "--help"])[1]
 for option in set(
     re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"cmake .*?--preset cpu`|`cmake.*?`", "", prose))
 ):

@@ -79,6 +79,9 @@ struct Fault {
   std::string summary;  // one sentence, for --help
   /// The observer of one rank.
   std::function<std::unique_ptr<StepObserver>(const Scenario&, int rank)> make_observer;
+  /// Changes a scenario into one in which the fault can strike, as little as that takes; unset
+  /// where any scenario with clipping on more than one shard will do.
+  std::function<void(Scenario&)> adapt{};
 };
 
 }  // namespace shardproof

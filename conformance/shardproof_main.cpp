@@ -609,8 +609,12 @@ int command(int argc, char** argv) {
                           "safetensors file to start from; default: made from the seed");
   run_command->add_option("--report", arguments.report,
                           "folder for results.jsonl, summary.json and report.html");
+  std::vector<std::string> faults;
+  for (const auto& fault : fault_catalogue()) {
+    faults.push_back(fault.name);
+  }
   run_command->add_option("--fault", arguments.fault,
-                          "plant a fault: local_norm_clipping, sum_instead_of_mean, flipped_bit");
+                          fmt::format("plant a fault: {}", fmt::join(faults, ", ")));
   run_command->add_option("--python", arguments.python,
                           "interpreter of the Python reference; default: $SHARDPROOF_PYTHON, else "
                           "the one found when this was built");

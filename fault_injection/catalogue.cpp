@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "fault_injection/norm_faults.h"
+
 namespace shardproof {
 namespace {
 
@@ -79,23 +81,29 @@ class NoFault : public StepObserver {
 }  // namespace
 
 const std::vector<Fault>& fault_catalogue() {
-  static const std::vector<Fault> catalogue = {
-      {"local_norm_clipping",
-       "each rank clips by the norm of its own shards instead of the norm over all ranks",
-       [](const Scenario&, int) { return std::make_unique<LocalNormClipping>(); }},
-      {"sum_instead_of_mean", "gradients are summed over the ranks and not divided by their number",
-       [](const Scenario&, int) { return std::make_unique<SumInsteadOfMean>(); }},
-      {"flipped_bit",
-       "the lowest mantissa bit of one gradient element on one rank is inverted, at one step",
-       [](const Scenario& scenario, int rank) -> std::unique_ptr<StepObserver> {
-         // Neither the first step nor, if that can be, rank 0: a check that looks only there must
-         // not pass.
-         if (rank != scenario.world_size / 2) {
-           return std::make_unique<NoFault>();
-         }
-         return std::make_unique<FlippedBit>(std::min(2, scenario.steps - 1));
-       }},
-  };
+  static const std::vector<Fault> catalogue = [] {
+    std::vector<Fault> faults = {
+        {"local_norm_clipping",
+         "each rank clips by the norm of its own shards instead of the norm over all ranks",
+         [](const Scenario&, int) { return std::make_unique<LocalNormClipping>(); }},
+        {"sum_instead_of_mean",
+         "gradients are summed over the ranks and not divided by their number",
+         [](const Scenario&, int) { return std::make_unique<SumInsteadOfMean>(); }},
+        {"flipped_bit",
+         "the lowest mantissa bit of one gradient element on one rank is inverted, at one step",
+         [](const Scenario& scenario, int rank) -> std::unique_ptr<StepObserver> {
+           // Neither the first step nor, if that can be, rank 0: a check that looks only there must
+           // not pass.
+           if (rank != scenario.world_size / 2) {
+             return std::make_unique<NoFault>();
+           }
+           return std::make_unique<FlippedBit>(std::min(2, scenario.steps - 1));
+         }},
+    };
+    const auto more = norm_faults();
+    faults.insert(faults.end(), more.begin(), more.end());
+    return faults;
+  }();
   return catalogue;
 }
 
