@@ -71,7 +71,7 @@ prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 for target in re.findall(r"\]\(([^)]+)\)", prose):
     if not (source / target).is_file():
         problems.append(f"a link leads to {target}, which is not there")
-help_text = "".join(run([name, "--help"])[1] for name in ("run", "checkpoint-check"))
+help_text = "".join(run([name, "--help"])[1] for name in ("run", "checkpoint-check", "claims"))
 for option in set(
     re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"cmake .*?--preset cpu`|`cmake.*?`", "", prose))
 ):

@@ -87,9 +87,10 @@ struct Fault {
   /// The observer of one rank.
   std::function<std::unique_ptr<StepObserver>(const Scenario&, int rank)> make_observer;
   /// What a scenario must have for the fault to strike in it, as options of the command, for
-  /// example "--checkpointing all --dropout 0.1"; "" for nothing but several ranks.
+  /// example "--checkpointing all --dropout 0.1"; "" where any scenario with clipping on more than
+  /// one shard will do.
   std::string needs{};
-  /// Gives a scenario that; null if there is nothing to give.
+  /// Changes a scenario into one that has it, as little as that takes; null if nothing is needed.
   std::function<void(Scenario&)> adapt{};
 };
 

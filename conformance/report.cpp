@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -10,7 +9,6 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <ostream>
-#include <system_error>
 
 #include "conformance/trace_io.h"
 
@@ -231,82 +229,6 @@ std::string dump(const json& value, int indent) {
   return value.dump(indent, ' ', false, json::error_handler_t::replace);
 }
 
-// ---- The folder ---------------------------------------------------------------------------------
-
-[[noreturn]] void fail(const fs::path& path, const std::string& what) {
-  throw FileError(fmt::format("{}: {}", path.string(), what));
-}
-
-/// Without a trailing slash or links, so that it can be renamed.
-fs::path plain_path(const fs::path& folder) {
-  std::error_code error;
-  fs::path path = fs::weakly_canonical(fs::absolute(folder), error);
-  if (error) {
-    fail(folder, "is no usable path: " + error.message());
-  }
-  if (!path.has_filename()) {
-    path = path.parent_path();
-  }
-  if (!path.has_filename()) {
-    fail(folder, "is the root of the file system, not a folder for a report");
-  }
-  return path;
-}
-
-bool is_our_report(const fs::path& folder) {
-  std::ifstream file(folder / "summary.json");
-  const json summary = json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (!summary.is_object() || !summary.contains("format") || !summary["format"].is_string()) {
-    return false;
-  }
-  return summary["format"].get<std::string>().starts_with(kSummaryFamily);
-}
-
-/// Throws unless nothing is lost when the folder is replaced.
-void check_replaceable(const fs::path& folder) {
-  std::error_code error;
-  const fs::file_status status = fs::symlink_status(folder, error);
-  if (!fs::exists(status)) {
-    return;
-  }
-  if (!fs::is_directory(status)) {
-    fail(folder, "exists and is not a folder; name another one for the report");
-  }
-  if (!fs::is_empty(folder, error) && !is_our_report(folder)) {
-    fail(folder,
-         "exists and is no report of this program (it has no summary.json of the format "
-         "shardproof.summary), so it is not replaced; remove it or name another folder");
-  }
-}
-
-fs::path hidden_beside(const fs::path& folder, std::string_view what) {
-  return folder.parent_path() /
-         fmt::format(".{}.{}-{}", folder.filename().string(), what, ::getpid());
-}
-
-/// Puts `fresh` where `folder` is. If that fails, `folder` is as it was.
-void replace_folder(const fs::path& fresh, const fs::path& folder) {
-  const fs::path old = hidden_beside(folder, "old");
-  std::error_code error;
-  const bool had_old = fs::exists(folder, error);
-  if (had_old) {
-    fs::rename(folder, old, error);
-  }
-  if (!error) {
-    fs::rename(fresh, folder, error);
-    if (error && had_old) {
-      std::error_code ignored;
-      fs::rename(old, folder, ignored);
-    }
-  }
-  if (error) {
-    fail(folder, "cannot be replaced: " + error.message());
-  }
-  if (had_old) {
-    fs::remove_all(old, error);
-  }
-}
-
 }  // namespace
 
 std::string spell_value(double value) {
@@ -371,35 +293,17 @@ std::string describe_strikes(const RunSummary& summary) {
 }
 
 ReportWriter::ReportWriter(fs::path folder)
-    : folder_(plain_path(folder)), partial_(hidden_beside(folder_, "partial")) {
-  check_replaceable(folder_);
-  const auto whole = uninterrupted();
-  std::error_code error;
-  fs::remove_all(partial_, error);
-  fs::create_directories(partial_, error);
-  if (error) {
-    fail(folder_, "cannot be written: " + error.message());
-  }
-  results_.open(partial_ / "results.jsonl", std::ios::binary);
+    : folder_(std::move(folder), {"summary.json", "format", std::string(kSummaryFamily)}),
+      results_(folder_.partial() / "results.jsonl", std::ios::binary) {
   if (!results_) {
-    fs::remove_all(partial_, error);
-    fail(folder_, "cannot be written");
-  }
-  leftover_.emplace(partial_, "no report was written");
-}
-
-ReportWriter::~ReportWriter() {
-  if (!finished_) {
-    results_.close();
-    std::error_code ignored;
-    fs::remove_all(partial_, ignored);
+    folder_.fail("cannot be written");
   }
 }
 
 void ReportWriter::add(const Verdict& verdict) {
   results_ << dump(to_json(verdict), -1) << '\n';
   if (!results_) {
-    fail(folder_, "results.jsonl cannot be written: the disk may be full");
+    folder_.fail("results.jsonl cannot be written: the disk may be full");
   }
   if (verdict.rule == RuleKind::guard) {
     return;
@@ -417,7 +321,7 @@ void ReportWriter::add(const Verdict& verdict) {
 void ReportWriter::finish(const RunSummary& summary) {
   results_.close();
   if (!results_) {
-    fail(folder_, "results.jsonl cannot be written: the disk may be full");
+    folder_.fail("results.jsonl cannot be written: the disk may be full");
   }
   std::vector<StepCell> cells;
   for (const auto& [key, cell] : cells_) {
@@ -425,13 +329,9 @@ void ReportWriter::finish(const RunSummary& summary) {
   }
   const std::string html = render_html(summary, cells);
   const std::string text = dump(summary_json(summary), 2) + "\n";
-  write_file(partial_ / "report.html", {html});
-  write_file(partial_ / "summary.json", {text});
-  check_replaceable(folder_);
-  const auto whole = uninterrupted();
-  replace_folder(partial_, folder_);
-  leftover_.reset();
-  finished_ = true;
+  write_file(folder_.partial() / "report.html", {html});
+  write_file(folder_.partial() / "summary.json", {text});
+  folder_.publish();
 }
 
 }  // namespace shardproof

@@ -7,13 +7,12 @@
 #include <iosfwd>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "conformance/cleanup.h"
 #include "conformance/fault.h"
+#include "conformance/report_folder.h"
 #include "conformance/verdict.h"
 #include "reference/scenario.h"
 
@@ -76,25 +75,18 @@ std::string render_html(const RunSummary& summary, const std::vector<StepCell>& 
 /// and in hexadecimal, e.g. "0.100000001 (0x1.99999ap-4)".
 std::string spell_value(double value);
 
-/// A folder of results. Everything is written into a hidden folder beside and renamed into place by
-/// finish(); an unfinished report leaves nothing behind, not even if a signal ends the program.
-/// Throws FileError (trace_io.h) if the folder cannot be written.
+/// A folder of results (ReportFolder): an unfinished report leaves nothing behind. Throws FileError
+/// (trace_io.h) if the folder cannot be written.
 class ReportWriter {
  public:
   explicit ReportWriter(std::filesystem::path folder);
-  ~ReportWriter();
-  ReportWriter(const ReportWriter&) = delete;
-  ReportWriter& operator=(const ReportWriter&) = delete;
   void add(const Verdict& verdict);
   void finish(const RunSummary& summary);
 
  private:
-  std::filesystem::path folder_;
-  std::filesystem::path partial_;
-  std::optional<Leftover> leftover_;
+  ReportFolder folder_;
   std::ofstream results_;
   std::map<std::tuple<std::string, Quantity, int>, StepCell> cells_;
-  bool finished_ = false;
 };
 
 }  // namespace shardproof

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "conformance/html.h"
 #include "conformance/report.h"
 
 namespace shardproof {
@@ -19,51 +20,6 @@ namespace {
 using nlohmann::json;
 
 constexpr std::uint64_t kFurthest = std::numeric_limits<std::uint64_t>::max();
-
-constexpr const char* kStyle = R"(
-body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top; }
-th { border-bottom: 2px solid #888; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-code, .mono { font-family: ui-monospace, monospace; font-size: .88em; overflow-wrap: anywhere; }
-.outcome { display: inline-block; padding: .2rem .7rem; border-radius: .3rem; font-weight: 600; border: 2px solid; }
-.passed { color: #14532d; } .failed { color: #991b1b; font-weight: 600; } .not_applicable { color: #555; }
-dl { display: grid; grid-template-columns: 8rem 1fr; gap: .2rem 1rem; margin: 0; }
-dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
-.divergence { border: 2px solid #991b1b; border-radius: .4rem; padding: .8rem 1rem; }
-svg { max-width: 100%; height: auto; }
-@media print { body { max-width: none; margin: 0; font-size: 11px; } h2 { break-after: avoid; } table, svg, .divergence { break-inside: avoid; }
-  * { -webkit-print-color-adjust: exact; print-color-adjust: exact; } }
-)";
-
-std::string escaped(std::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        result += "&amp;";
-        break;
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      case '"':
-        result += "&quot;";
-        break;
-      case '\'':
-        result += "&#39;";
-        break;
-      default:
-        result += c;
-    }
-  }
-  return result;
-}
 
 std::string ulp_text(std::uint64_t ulp) {
   return ulp == kFurthest ? std::string("NaN") : fmt::format("{} ULP", ulp);
@@ -253,11 +209,8 @@ std::string notes(const std::vector<std::string>& lines) {
 }  // namespace
 
 std::string render_html(const RunSummary& summary, const std::vector<StepCell>& cells) {
-  std::string page = fmt::format(
-      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
-      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-      "<title>{}: {}</title>\n<style>{}</style>\n</head>\n<body>\n",
-      to_string(summary.outcome), escaped(dotted_name(summary.scenario)), kStyle);
+  std::string page =
+      page_start(fmt::format("{}: {}", to_string(summary.outcome), dotted_name(summary.scenario)));
   page += heading(summary);
   if (summary.has_divergence) {
     page += divergence(summary.first_divergence);
@@ -276,7 +229,7 @@ std::string render_html(const RunSummary& summary, const std::vector<StepCell>& 
   if (!summary.environment.empty()) {
     page += "<h2>Environment</h2>\n" + definitions(summary.environment);
   }
-  return page + "</body>\n</html>\n";
+  return page + page_end();
 }
 
 }  // namespace shardproof

@@ -16,11 +16,13 @@
 #include <nlohmann/json.hpp>
 
 #include "conformance/checkpoint_check.h"
+#include "conformance/claims.h"
 #include "conformance/cleanup.h"
 #include "conformance/default_corpus.h"
 #include "conformance/environment.h"
 #include "conformance/exit_codes.h"
 #include "conformance/python_reference.h"
+#include "conformance/report_folder.h"
 #include "conformance/session.h"
 #include "conformance/trace_io.h"
 #include "fault_injection/catalogue.h"
@@ -39,6 +41,7 @@ Examples:
   shardproof run --fault flipped_bit             a planted fault: ends 1 and names the place
   shardproof run --scenario scenario.json        everything from a file; options change single fields
   torchrun --no-python --nproc_per_node=8 shardproof run      a process for each rank
+  shardproof claims --report out                 what is said of sharded training, measured; out/claims.html
 
 Variables: SHARDPROOF_PYTHON, as --python; SHARDPROOF_PYTHON_REFERENCE, where reference/python/reference.py is if the
 sources were moved; TMPDIR, a folder for temporary files.
@@ -448,6 +451,94 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   return code;
 }
 
+constexpr const char* kClaimsExamples = R"(
+Examples:
+  shardproof claims --report out                       everything; out/claims.html and out/claims.json
+  shardproof claims --report out --section clipping --quick --no-python
+
+Exit codes: 0 all checks held; 1 a check failed; 2 wrong usage or input; 70 the harness itself broke; 124 timed out.
+)";
+
+struct ClaimsArguments {
+  std::string report;
+  std::vector<std::string> sections;
+  std::string python;
+  std::uint64_t seed = 0;
+  bool quick = false;
+  bool no_python = false;
+  bool quiet = false;
+  int timeout = 300;
+};
+
+void add_claims_options(CLI::App& app, ClaimsArguments& arguments) {
+  std::string sections;
+  for (const auto& section : claims_sections()) {
+    sections += fmt::format("{}{} ({})", sections.empty() ? "" : ", ", section.id, section.summary);
+  }
+  app.add_option("--report", arguments.report, "folder for claims.html and claims.json; required");
+  app.add_option("--section", arguments.sections, "only this; may be given again: " + sections)
+      ->allow_extra_args(false);
+  app.add_flag("--quick", arguments.quick, "fewer worlds and steps, to see that all works");
+  refuse_other_than<std::uint64_t>(
+      app.add_option("--seed", arguments.seed, "of weights, data and gradients")
+          ->capture_default_str());
+  app.add_option("--python", arguments.python,
+                 "interpreter that has torch; default: $SHARDPROOF_PYTHON, else the one found when "
+                 "this was built");
+  app.add_flag("--no-python", arguments.no_python, "leave out what needs PyTorch itself");
+  app.add_flag("--quiet", arguments.quiet, "no progress");
+  refuse_other_than<int>(app.add_option("--timeout", arguments.timeout,
+                                        "seconds that a collective or the Python program may take, "
+                                        "1 to 86400")
+                             ->capture_default_str());
+  for (const char* flag : {"--quick", "--no-python", "--quiet"}) {
+    app.get_option(flag)->disable_flag_override();
+  }
+}
+
+int claims(const ClaimsArguments& arguments) {
+  if (const auto placement = fsdp::read_placement(); placement.launcher != "none") {
+    throw fsdp::UsageError(
+        fmt::format("rank {}: shardproof claims was started by {} as one of {} processes; wanted: "
+                    "without a launcher, since its ranks are threads",
+                    placement.rank, placement.launcher, placement.world_size));
+  }
+  if (arguments.report.empty()) {
+    throw fsdp::UsageError(
+        "--report is not given; wanted: a folder for claims.html and claims.json; see shardproof "
+        "claims --help");
+  }
+  if (arguments.no_python && !arguments.python.empty()) {
+    throw fsdp::UsageError("--python and --no-python contradict each other; wanted: one of them");
+  }
+  ClaimsOptions options;
+  options.seed = arguments.seed;
+  options.quick = arguments.quick;
+  options.with_python = !arguments.no_python;
+  options.python = arguments.python;
+  options.timeout = std::chrono::seconds(arguments.timeout);
+  if (!arguments.quiet) {
+    options.progress = [](const std::string& part) { std::cerr << part << std::endl; };
+  }
+  // First, so that nobody waits for figures that cannot be written.
+  ReportFolder folder(arguments.report, {"claims.json", "schema", "shardproof.claims/"});
+  const auto report = measure_claims(arguments.sections, options);
+  write_file(folder.partial() / "claims.html", {render_claims_html(report)});
+  write_file(
+      folder.partial() / "claims.json",
+      {to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n"});
+  folder.publish();
+  print_claims(std::cout, report);
+  std::cout << "report: " << (std::filesystem::path(arguments.report) / "claims.html").string()
+            << "\n"
+            << std::flush;
+  if (!std::cout) {
+    return complain(kExitBroken,
+                    "cannot write the table to standard output; nobody has seen the verdict");
+  }
+  return report.failed() == 0 ? kExitHeld : kExitFailed;
+}
+
 /// The option that is likely to be meant, if any is.
 std::string nearest_option(const std::string& word, const CLI::App& app) {
   std::string nearest;
@@ -477,7 +568,7 @@ std::string describe_strangers(const std::vector<std::string>& strangers, const 
   return fmt::format("\"{}\" belongs to no option", strangers.front());
 }
 
-constexpr const char* kCommands = "shardproof run or shardproof checkpoint-check";
+constexpr const char* kCommands = "shardproof run, shardproof claims or shardproof checkpoint-check";
 
 std::string describe_missing_command(const std::vector<std::string>& words) {
   if (words.empty()) {
@@ -525,6 +616,13 @@ struct Command {
   std::function<int()> run;
 };
 
+void refuse_other_timeouts(int seconds) {
+  if (seconds < 1 || seconds > 86400) {
+    throw fsdp::UsageError(
+        fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", seconds));
+  }
+}
+
 Command add_run_command(CLI::App& app) {
   auto* run_command = app.add_subcommand(
       "run", "Train a scenario sharded and on one device, and compare every tensor of every step");
@@ -565,11 +663,20 @@ Command add_run_command(CLI::App& app) {
   const auto scenario_options = std::make_shared<ScenarioOptions>(*run_command);
   add_scenario_options(*scenario_options);
   return {run_command, [held, scenario_options] {
-            if (held->timeout < 1 || held->timeout > 86400) {
-              throw fsdp::UsageError(
-                  fmt::format("--timeout is {}; wanted: from 1 to 86400 seconds", held->timeout));
-            }
+            refuse_other_timeouts(held->timeout);
             return run(*held, *scenario_options);
+          }};
+}
+
+Command add_claims_command(CLI::App& app) {
+  auto* command = app.add_subcommand(
+      "claims", "Measure what is said of sharded training, and write a page of verdicts");
+  command->footer(kClaimsExamples);
+  const auto held = std::make_shared<ClaimsArguments>();
+  add_claims_options(*command, *held);
+  return {command, [held] {
+            refuse_other_timeouts(held->timeout);
+            return claims(*held);
           }};
 }
 
@@ -650,7 +757,8 @@ int command(int argc, char** argv) {
   app.set_version_flag("--version", SHARDPROOF_VERSION);
   app.require_subcommand(0, 1);
   app.allow_extras();  // and so do the commands; they are refused below, in our own words
-  const std::vector<Command> commands = {add_run_command(app), add_check_command(app)};
+  const std::vector<Command> commands = {add_run_command(app), add_claims_command(app),
+                                         add_check_command(app)};
 
   // CLI11 takes an empty value for one that was not given, so that an unset variable in a script
   // would silently turn an option off.

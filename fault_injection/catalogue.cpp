@@ -4,6 +4,9 @@
 
 #include <algorithm>
 
+#include "fault_injection/norm_faults.h"
+#include "fault_injection/recomputation_faults.h"
+
 namespace shardproof {
 namespace {
 
@@ -74,7 +77,7 @@ class FlippedBit : public StepObserver {
 
 const std::vector<Fault>& fault_catalogue() {
   static const std::vector<Fault> catalogue = [] {
-    auto all = std::vector<Fault>{
+    std::vector<Fault> faults = {
         {"local_norm_clipping",
          "each rank clips by the norm of its own shards instead of the norm over all ranks",
          [](const Scenario&, int) { return std::make_unique<LocalNormClipping>(); }},
@@ -92,10 +95,10 @@ const std::vector<Fault>& fault_catalogue() {
            return std::make_unique<FlippedBit>(std::min(2, scenario.steps - 1));
          }},
     };
-    for (auto& fault : recomputation_faults()) {
-      all.push_back(std::move(fault));
+    for (const auto& more : {norm_faults(), recomputation_faults()}) {
+      faults.insert(faults.end(), more.begin(), more.end());
     }
-    return all;
+    return faults;
   }();
   return catalogue;
 }

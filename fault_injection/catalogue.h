@@ -9,8 +9,6 @@
 namespace shardproof {
 
 const std::vector<Fault>& fault_catalogue();
-/// Those of the catalogue that strike when a checkpointed region runs again.
-std::vector<Fault> recomputation_faults();
 /// nullptr if there is none of that name.
 const Fault* find_fault(std::string_view name);
 

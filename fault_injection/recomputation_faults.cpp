@@ -1,13 +1,14 @@
 // Mistakes of activation checkpointing: a second run that is not the first one again, and gradients
 // that count it. All strike on one rank that is not the first, in every step in which they can.
 
+#include "fault_injection/recomputation_faults.h"
+
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <map>
 #include <utility>
 
-#include "fault_injection/catalogue.h"
 
 namespace shardproof {
 namespace {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "conformance/comparison.h"
 #include "conformance/session.h"
@@ -122,8 +123,37 @@ INSTANTIATE_TEST_SUITE_P(Catalogue, EachFault, testing::ValuesIn([] {
                          }()),
                          [](const auto& info) { return info.param; });
 
-TEST(Catalogue, HoldsTheThreeFaultsToBeginWith) {
-  for (const auto* name : {"local_norm_clipping", "sum_instead_of_mean", "flipped_bit"}) {
+TEST(Catalogue, ANormThatIsLoggedAndNotUsedIsCaughtInTheClippedGradientsAlone) {
+  const auto summary = run_with(small_scenario(4, "sgd"), find_fault("norm_logged_not_used"));
+  ASSERT_TRUE(summary.has_divergence);
+  EXPECT_EQ(summary.first_divergence.quantity, Quantity::clipped_gradient);
+  for (const auto& row : summary.rows) {
+    if (row.reference == "replay" && (row.quantity == "gradient" || row.quantity == "total_norm")) {
+      EXPECT_EQ(row.failed, 0) << row.quantity;
+    }
+  }
+}
+
+TEST(Catalogue, ReplicasCountedTwiceMakeTheNormTheRootOfTwoTimesTooLarge) {
+  auto scenario = small_scenario(4, "sgd");
+  const auto* fault = find_fault("replicas_counted_twice");
+  fault->adapt(scenario);
+  ASSERT_EQ(scenario.replicas, 2);
+  const auto summary = run_with(scenario, fault);
+  ASSERT_TRUE(summary.has_divergence);
+  const auto& first = summary.first_divergence;
+  EXPECT_EQ(first.quantity, Quantity::total_norm);
+  EXPECT_FLOAT_EQ(static_cast<float>(first.got / first.want), std::sqrt(2.0F));
+}
+
+TEST(Catalogue, HoldsTheFaultsThatAreSpokenOf) {
+  for (const auto* name :
+       {"local_norm_clipping", "sum_instead_of_mean", "flipped_bit", "norm_logged_not_used",
+        "replicas_counted_twice", "no_shard_counted_w_times", "epsilon_per_rank",
+        "clipped_before_unscaling", "clipped_before_accumulation", "squares_in_float16",
+        "one_group_only", "bfloat16_norm_of_norms", "recompute_draws_new_masks",
+        "recompute_generator_offset", "recompute_in_bfloat16", "recompute_wrong_layer",
+        "recompute_stale_parameters", "recompute_counted_twice"}) {
     EXPECT_NE(find_fault(name), nullptr) << name;
   }
   EXPECT_EQ(find_fault("no_such_fault"), nullptr);
