@@ -19,7 +19,7 @@ class MemoryAccount {
   /// The first account of a process puts a counting allocator in front of libtorch's CPU allocator,
   /// for good (c10::SetCPUAllocator); threads without an account pass through it uncounted. Make
   /// the first before threads that allocate are started. Throws fsdp::UsageError if another
-  /// allocator is set with a higher priority.
+  /// allocator is set with a higher priority, or one that cannot free by address (raw_deleter).
   MemoryAccount();
 
   /// Bytes now, in blocks that were allocated for this account.

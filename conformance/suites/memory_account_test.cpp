@@ -82,6 +82,24 @@ TEST(MemoryAccount, ABlockIsTakenOffTheAccountThatAllocatedItWhicheverThreadFree
   EXPECT_EQ(other.peak(), 30);
 }
 
+TEST(MemoryAccount, ABlockThatIsFreedByItsAddressAloneIsTakenOffToo) {
+  // As oneDNN's kernels do with their scratch memory.
+  MemoryAccount account;
+  auto* const allocator = c10::GetCPUAllocator();
+  void* uncounted = allocator->raw_allocate(50);
+  const MemoryScope scope(account);
+  void* counted = allocator->raw_allocate(100);
+  EXPECT_EQ(account.held(), 100);
+  allocator->raw_deallocate(uncounted);
+  EXPECT_EQ(account.held(), 100);
+  allocator->raw_deallocate(counted);
+  EXPECT_EQ(account.held(), 0);
+  const auto x = torch::ones({14, 48});
+  const auto before = account.held();
+  torch::gelu(x);
+  EXPECT_EQ(account.held(), before);
+}
+
 TEST(MemoryAccount, BlocksMayOutliveTheirAccount) {
   Tensor a;
   {
