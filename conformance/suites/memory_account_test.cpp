@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <barrier>
 #include <thread>
 #include <vector>
 
@@ -133,11 +134,13 @@ TEST(MemoryAccount, TheInnermostScopeCountsAndOutsideOfScopesNothingDoes) {
 
 TEST(MemoryAccount, EachRankHasItsOwnAndWhatAGraphSavesIsInIt) {
   const MemoryAccount first;  // before there are other threads
-  fsdp::run_ranks(4, [](fsdp::RankContext& context) {
+  std::barrier all(4);        // so that the scopes are open at the same time
+  fsdp::run_ranks(4, [&all](fsdp::RankContext& context) {
     const std::int64_t n = 8 * (context.rank + 1);
     const auto x = torch::ones({n}).requires_grad_();
     MemoryAccount account;
     const MemoryScope scope(account);
+    all.arrive_and_wait();
     {
       // tanh keeps its result, which is the one tensor that is left.
       auto y = x.tanh();
@@ -148,6 +151,7 @@ TEST(MemoryAccount, EachRankHasItsOwnAndWhatAGraphSavesIsInIt) {
     }
     // The gradient.
     EXPECT_EQ(account.held(), 4 * n);
+    all.arrive_and_wait();
   });
 }
 
