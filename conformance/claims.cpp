@@ -7,8 +7,10 @@
 #include <ostream>
 
 #include "conformance/clipping_claims.h"
+#include "conformance/cost_claims.h"
 #include "conformance/environment.h"
 #include "conformance/html.h"
+#include "conformance/memory_claims.h"
 #include "fsdp/errors.h"
 
 namespace shardproof {
@@ -99,6 +101,8 @@ json section_json(const ClaimsSection& section) {
 const std::vector<ClaimsSectionEntry>& claims_sections() {
   static const std::vector<ClaimsSectionEntry> sections = {
       {"clipping", "gradient clipping by the norm of local shards", clipping_section},
+      {"compute", "what activation checkpointing costs, in counted operations", compute_section},
+      {"memory", "what sharding and checkpointing do to memory, in counted bytes", memory_section},
   };
   return sections;
 }

@@ -404,6 +404,14 @@ class ProcessGroup {
   fsdp::BackendPtr group_;
 };
 
+std::vector<std::string> fault_names() {
+  std::vector<std::string> names;
+  for (const auto& fault : fault_catalogue()) {
+    names.push_back(fault.name);
+  }
+  return names;
+}
+
 int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) {
   const auto placement = fsdp::read_placement();
   SessionOptions options;
@@ -415,12 +423,9 @@ int run(const RunArguments& arguments, const ScenarioOptions& scenario_options) 
   if (!arguments.fault.empty()) {
     options.fault = find_fault(arguments.fault);
     if (options.fault == nullptr) {
-      std::string known;
-      for (const auto& fault : fault_catalogue()) {
-        known += "\n  " + fault.name + ": " + fault.summary;
-      }
-      throw fsdp::UsageError(fmt::format("--fault {}: there is none of that name; wanted one of:{}",
-                                         arguments.fault, known));
+      throw fsdp::UsageError(
+          fmt::format("--fault {}: there is none of that name; wanted one of: {}", arguments.fault,
+                      fmt::join(fault_names(), ", ")));
     }
   }
   options.weights = arguments.weights;
@@ -568,7 +573,8 @@ std::string describe_strangers(const std::vector<std::string>& strangers, const 
   return fmt::format("\"{}\" belongs to no option", strangers.front());
 }
 
-constexpr const char* kCommands = "shardproof run, shardproof claims or shardproof checkpoint-check";
+constexpr const char* kCommands =
+    "shardproof run, shardproof claims or shardproof checkpoint-check";
 
 std::string describe_missing_command(const std::vector<std::string>& words) {
   if (words.empty()) {
@@ -602,12 +608,13 @@ std::string describe(const CLI::ParseError& error, const CLI::App& app) {
   return complaint;
 }
 
-std::vector<std::string> fault_names() {
-  std::vector<std::string> names;
+std::string described_faults() {
+  std::string text = "\nFaults (--fault):\n";
   for (const auto& fault : fault_catalogue()) {
-    names.push_back(fault.name);
+    text += fmt::format("  {:<28} {}{}\n", fault.name, fault.summary,
+                        fault.needs.empty() ? "" : fmt::format("; needs {}", fault.needs));
   }
-  return names;
+  return text;
 }
 
 /// A command of the program, and what it does once its options are read.
@@ -626,7 +633,7 @@ void refuse_other_timeouts(int seconds) {
 Command add_run_command(CLI::App& app) {
   auto* run_command = app.add_subcommand(
       "run", "Train a scenario sharded and on one device, and compare every tensor of every step");
-  run_command->footer(kExamples);
+  run_command->footer(kExamples + described_faults());
   auto held = std::make_shared<RunArguments>();
   auto& arguments = *held;
   run_command->add_option("--scenario", arguments.scenario_file,

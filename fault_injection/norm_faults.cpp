@@ -244,14 +244,12 @@ std::vector<Fault> norm_faults() {
   return {
       {"norm_logged_not_used", "the norm is computed and logged, and no gradient is clipped",
        made([](const Scenario&) { return std::make_unique<NormLoggedNotUsed>(); })},
-      {"replicas_counted_twice",
-       "the norm sums over replicas as well as shards",
+      {"replicas_counted_twice", "the norm sums over replicas as well as shards",
        made([](const Scenario& scenario) {
          return std::make_unique<ReplicasCountedTwice>(scenario.replicas);
        }),
        "--strategy hybrid_shard --replicas 2", with_replicas},
-      {"no_shard_counted_w_times",
-       "units that are not sharded count once for each rank",
+      {"no_shard_counted_w_times", "units that are not sharded count once for each rank",
        made([](const Scenario& scenario) {
          return std::make_unique<NoShardCountedWTimes>(scenario.strategy == "no_shard");
        }),
@@ -260,14 +258,12 @@ std::vector<Fault> norm_faults() {
        made([](const Scenario& scenario) {
          return std::make_unique<EpsilonPerRank>(scenario.max_norm);
        })},
-      {"clipped_before_unscaling",
-       "gradients are clipped while they bear the loss scale",
+      {"clipped_before_unscaling", "gradients are clipped while they bear the loss scale",
        made([](const Scenario& scenario) {
          return std::make_unique<ClippedBeforeUnscaling>(scenario.loss_scale);
        }),
        "--loss-scale 1024", [](Scenario& scenario) { scenario.loss_scale = 1024; }},
-      {"clipped_before_accumulation",
-       "the norm is that of the first micro-batch",
+      {"clipped_before_accumulation", "the norm is that of the first micro-batch",
        made([](const Scenario&) { return std::make_unique<NormBeforeAccumulation>(); }),
        "--micro-batches 2", [](Scenario& scenario) { scenario.micro_batches = 2; }},
       {"squares_in_float16", "gradients are squared and summed in float16",

@@ -337,11 +337,15 @@ TEST_F(Command, OutputThatCannotBeWrittenIsNoPass) {
 
 TEST_F(Command, WithoutACommandItSaysWhichThereAre) {
   for (const auto& [arguments, wanted] : std::vector<std::pair<std::string, std::string>>{
-           {"", "no command is given; wanted: shardproof run, shardproof claims or shardproof checkpoint-check"},
+           {"",
+            "no command is given; wanted: shardproof run, shardproof claims or shardproof "
+            "checkpoint-check"},
            {"foo",
-            "there is no command foo; wanted: shardproof run, shardproof claims or shardproof checkpoint-check"},
+            "there is no command foo; wanted: shardproof run, shardproof claims or shardproof "
+            "checkpoint-check"},
            {"x --sceanrio a",
-            "there is no command x; wanted: shardproof run, shardproof claims or shardproof checkpoint-check"},
+            "there is no command x; wanted: shardproof run, shardproof claims or shardproof "
+            "checkpoint-check"},
            {"--quiet", "--quiet stands where a command is wanted: shardproof run --quiet ..."}}) {
     const auto ended = shardproof(arguments);
     EXPECT_EQ(ended.code, kExitUsage) << arguments;
