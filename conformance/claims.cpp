@@ -11,6 +11,7 @@
 #include "conformance/environment.h"
 #include "conformance/html.h"
 #include "conformance/memory_claims.h"
+#include "conformance/recomputation_claims.h"
 #include "fsdp/errors.h"
 
 namespace shardproof {
@@ -101,6 +102,8 @@ json section_json(const ClaimsSection& section) {
 const std::vector<ClaimsSectionEntry>& claims_sections() {
   static const std::vector<ClaimsSectionEntry> sections = {
       {"clipping", "gradient clipping by the norm of local shards", clipping_section},
+      {"recomputation", "whether activation checkpointing recomputes what was stored",
+       recomputation_section},
       {"compute", "what activation checkpointing costs, in counted operations", compute_section},
       {"memory", "what sharding and checkpointing do to memory, in counted bytes", memory_section},
   };

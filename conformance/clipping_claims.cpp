@@ -198,6 +198,21 @@ std::vector<Claim> claims_of(const Measured& measured, const std::vector<Check>&
   const auto& one_layer = measured.planted.at(1).steps.back();
   const auto& one_unit = measured.planted.at(2).steps.back();
   const auto& trained = measured.training.steps.back();
+  const auto right = [](const Check& check) {
+    return check.name.find("true_norm_is_that_of_one_device") != std::string::npos ||
+           check.name.find("clipped_gradients_are_those_of_one_device") != std::string::npos;
+  };
+  const auto compared = std::count_if(checks.begin(), checks.end(), right);
+  const auto as_one_device = std::count_if(
+      checks.begin(), checks.end(), [&](const Check& check) { return right(check) && check.held; });
+  const bool is_right = as_one_device == compared;
+  claims.push_back(
+      {"clipping.model_clips_right",
+       "The sharded model's own clip_grad_norm_(max_norm) clips by the norm over all ranks.",
+       is_right ? "true" : "false", "",
+       fmt::format("its norm and every clipped gradient element are those of one device, to the "
+                   "bit, in {} of {} comparisons on 2 to 64 ranks",
+                   as_one_device, compared)});
   claims.push_back(
       {"clipping.local_is_wrong", "Clipping by the norm of local shards is wrong.",
        "true under a condition",
