@@ -265,7 +265,7 @@ std::vector<Claim> claims_of(const Measured& measured, const std::vector<Check>&
   claims.push_back(
       {"clipping.only_length", "Clipping by local norms changes only the length of the update.",
        "too general", "true where every rank multiplies by the same",
-       fmt::format("the angle to the right update is {:.3g} degrees with an even gradient, and up "
+       fmt::format("the angle to the right update is {:.3f} degrees with an even gradient, and up "
                    "to {:.3g} degrees, on {} ranks, with others",
                    even.angle, angle, angle_world)});
   const auto& sgd = measured.drifts.at(0);
@@ -451,7 +451,7 @@ std::string table_of_steps(const Measured& measured) {
       text += fmt::format(
           "<tr><td>{}</td><td class=\"n\">{}</td><td class=\"n\">{:.6g}</td><td "
           "class=\"n\">{}</td><td class=\"n\">{:.4g}</td><td class=\"n\">{}</td><td "
-          "class=\"n\">{:.4g}</td><td class=\"n\">{:.3g}&#176;</td></tr>\n",
+          "class=\"n\">{:.4g}</td><td class=\"n\">{:.3f}&#176;</td></tr>\n",
           escaped(family.name), step.world_size, step.true_norm(), range(step.local_norms),
           step.true_scale, range(step.local_scales), step.wrong_length / step.right_length,
           step.angle);

@@ -12,6 +12,7 @@
 #include <memory>
 #include <numbers>
 
+#include "conformance/fsdp_subject.h"
 #include "conformance/tolerance.h"
 #include "reference/data.h"
 #include "reference/models.h"
@@ -223,20 +224,6 @@ Whole planted_gradients(const NamedTensors& parameters, PlantedGradients kind, s
     whole[name] = gradient.to(parameter.scalar_type());
   }
   return whole;
-}
-
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerSpec& spec,
-                                                        std::vector<torch::Tensor> parameters) {
-  if (spec.kind == "sgd") {
-    return std::make_unique<torch::optim::SGD>(
-        std::move(parameters),
-        torch::optim::SGDOptions(spec.lr).momentum(spec.momentum).weight_decay(spec.weight_decay));
-  }
-  return std::make_unique<torch::optim::AdamW>(std::move(parameters),
-                                               torch::optim::AdamWOptions(spec.lr)
-                                                   .betas({spec.beta1, spec.beta2})
-                                                   .eps(spec.eps)
-                                                   .weight_decay(spec.weight_decay));
 }
 
 /// One rank's training: a RankStep for each step.

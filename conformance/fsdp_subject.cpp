@@ -138,20 +138,6 @@ class Collector {
   std::exception_ptr error_;
 };
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerSpec& spec,
-                                                        std::vector<torch::Tensor> parameters) {
-  if (spec.kind == "sgd") {
-    return std::make_unique<torch::optim::SGD>(
-        std::move(parameters),
-        torch::optim::SGDOptions(spec.lr).momentum(spec.momentum).weight_decay(spec.weight_decay));
-  }
-  return std::make_unique<torch::optim::AdamW>(std::move(parameters),
-                                               torch::optim::AdamWOptions(spec.lr)
-                                                   .betas({spec.beta1, spec.beta2})
-                                                   .eps(spec.eps)
-                                                   .weight_decay(spec.weight_decay));
-}
-
 fsdp::ShardingStrategy strategy_of(const Scenario& scenario) {
   using S = fsdp::ShardingStrategy;
   for (const auto strategy :
@@ -490,6 +476,20 @@ fsdp::RunRanksOptions run_options(const Scenario& scenario, const FsdpSubject::O
 }
 
 }  // namespace
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerSpec& spec,
+                                                        std::vector<torch::Tensor> parameters) {
+  if (spec.kind == "sgd") {
+    return std::make_unique<torch::optim::SGD>(
+        std::move(parameters),
+        torch::optim::SGDOptions(spec.lr).momentum(spec.momentum).weight_decay(spec.weight_decay));
+  }
+  return std::make_unique<torch::optim::AdamW>(std::move(parameters),
+                                               torch::optim::AdamWOptions(spec.lr)
+                                                   .betas({spec.beta1, spec.beta2})
+                                                   .eps(spec.eps)
+                                                   .weight_decay(spec.weight_decay));
+}
 
 struct FsdpSubject::Impl {
   Impl(const Scenario& run_scenario, std::map<std::string, torch::Tensor> run_initial,

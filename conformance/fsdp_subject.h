@@ -3,6 +3,7 @@
 // that are threads of this process or processes of their own.
 
 #include <fsdp/process_group.h>
+#include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
 #include <chrono>
@@ -10,12 +11,17 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "conformance/fault.h"
 #include "reference/scenario.h"
 #include "reference/trace.h"
 
 namespace shardproof {
+
+/// libtorch's optimizer of that kind over the parameters, which may be shards.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerSpec& spec,
+                                                        std::vector<torch::Tensor> parameters);
 
 class FsdpSubject {
  public:

@@ -4,7 +4,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
 #include <cmath>
 #include <filesystem>
@@ -15,6 +14,7 @@
 #include "conformance/exit_codes.h"
 #include "conformance/plot.h"
 #include "conformance/suites/json_schema.h"
+#include "conformance/suites/run_command.h"
 #include "conformance/suites/temporary_folder.h"
 #include "fsdp/errors.h"
 
@@ -25,27 +25,8 @@ namespace fs = std::filesystem;
 using testing::HasSubstr;
 using testing::Not;
 
-struct Ended {
-  int code = -1;
-  std::string text;  // stdout and stderr
-};
-
 Ended claims(const std::string& arguments, const std::string& before = "") {
-  const auto command =
-      before + " timeout -s KILL 120 " + SHARDPROOF_COMMAND + " claims " + arguments + " 2>&1";
-  Ended ended;
-  auto* pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) {
-    ADD_FAILURE() << "popen failed";
-    return ended;
-  }
-  char buffer[4096];
-  while (const auto got = fread(buffer, 1, sizeof buffer, pipe)) {
-    ended.text.append(buffer, got);
-  }
-  const int status = pclose(pipe);
-  ended.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-  return ended;
+  return shardproof("claims " + arguments, before);
 }
 
 std::string slurp(const fs::path& path) {
