@@ -534,10 +534,11 @@ struct FsdpSubject::Impl {
           const RankMessages messages(context.process_group);
           RankTrainer trainer(scenario, initial, options, context);
           for (int step = 0; step < scenario.steps; ++step) {
-            auto own = trainer.step(step);
             std::vector<RankTrace> ranks;
-            for (const auto& part : messages.gather_on_first({})) {
-              ranks.push_back(ranks.empty() ? std::move(own) : unpack(part));
+            ranks.push_back(trainer.step(step));
+            const auto parts = messages.gather_on_first({});
+            for (std::size_t rank = 1; rank < parts.size(); ++rank) {
+              ranks.push_back(unpack(parts[rank]));
             }
             collector.put_all(step, std::move(ranks));
           }

@@ -82,7 +82,7 @@ Tensor StackBlockImpl::attention(const Tensor& input) const {
   for (auto& part : parts) {
     part = part.view({batch, time, heads_, width / heads_}).transpose(1, 2);
   }
-  const double scale = 1 / std::sqrt(static_cast<double>(width / heads_));
+  const double scale = 1 / std::sqrt(static_cast<double>(width) / static_cast<double>(heads_));
   const auto weights = (torch::matmul(parts[0], parts[1].transpose(-2, -1)) * scale).softmax(-1);
   const auto mixed = torch::matmul(weights, parts[2]).transpose(1, 2);
   return product(output_, mixed.reshape({batch, time, width}));
