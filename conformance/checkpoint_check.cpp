@@ -25,6 +25,8 @@ CheckedRegion checked(const std::string& name,
     region.report = check();
   } catch (const std::exception& error) {
     region.trouble = error.what();
+  } catch (...) {
+    region.trouble = "it threw something that is no std::exception";
   }
   return region;
 }
