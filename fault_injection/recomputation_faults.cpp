@@ -117,7 +117,7 @@ class StaleParameters : public StepObserver {
 /// A region's gradients are there twice, once for each run of it.
 class CountedTwice : public StepObserver {
  public:
-  explicit CountedTwice(int rank) : rank_(rank) {}
+  explicit CountedTwice(int /*rank*/) {}
 
   void observe(const fsdp::Observation& seen) override {
     if (seen.point != fsdp::Point::unreduced_gradient || seen.unit.empty()) {
@@ -131,9 +131,6 @@ class CountedTwice : public StepObserver {
       }
     }
   }
-
- private:
-  int rank_;
 };
 
 template <typename Observer>
