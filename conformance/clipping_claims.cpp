@@ -12,7 +12,7 @@
 #include "conformance/clipping_peers.h"
 #include "conformance/html.h"
 #include "conformance/plot.h"
-#include "conformance/python_process.h"
+#include "conformance/scratch_folder.h"
 
 namespace shardproof {
 namespace {
@@ -88,7 +88,7 @@ Measured measure(const ClaimsOptions& options) {
                          ClipBy::true_norm, options.timeout);
     measured.training.steps.push_back(run.steps.back());
   }
-  const ScratchFolder scratch({});
+  const ScratchFolder scratch;
   for (const auto* optimizer : {"sgd", "adamw"}) {
     const auto scenario =
         drift_scenario(8, optimizer, options.quick ? 10 : 100, options.seed, scratch.path());

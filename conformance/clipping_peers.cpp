@@ -115,7 +115,7 @@ class Peers {
                     seen));
   }
 
-  ScratchFolder scratch_;
+  PythonFolder scratch_;
   std::vector<std::string> command_;
   std::optional<Child> child_;
 };

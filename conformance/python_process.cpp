@@ -20,6 +20,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "conformance/trace_io.h"
 #include "reference/wording.h"
 
 extern char** environ;
@@ -117,28 +118,18 @@ std::optional<fs::path> find_executable(const fs::path& name) {
   }
 }
 
-ScratchFolder::ScratchFolder(const fs::path& parent) {
-  std::error_code ignored;
-  const auto base = parent.empty() ? fs::temp_directory_path(ignored) : parent;
-  std::string name = (fs::absolute(base, ignored) / "shardproof-python-XXXXXX").string();
-  if (::mkdtemp(name.data()) == nullptr) {
-    throw PythonReferenceError(
-        fmt::format("a folder for temporary files is needed, and {} cannot be made: {}. Set TMPDIR "
-                    "to a folder that can be written",
-                    name, errno_text(errno)));
+PythonFolder::PythonFolder(const fs::path& parent) {
+  try {
+    folder_.emplace(parent, "shardproof-python");
+  } catch (const FileError& error) {
+    throw PythonReferenceError(error.what());
   }
-  path_ = name;
-  if (!is_utf8(name)) {
-    fs::remove(path_, ignored);
+  if (!is_utf8(path().string())) {
     throw PythonReferenceError(
         fmt::format("Python programs are told paths in UTF-8, and {} is none. Set TMPDIR to "
                     "another folder",
-                    name));
+                    path().string()));
   }
-}
-ScratchFolder::~ScratchFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
 }
 
 std::string last_lines(const fs::path& path, std::size_t count) {

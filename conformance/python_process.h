@@ -14,6 +14,7 @@
 
 #include "conformance/cleanup.h"
 #include "conformance/python_reference.h"
+#include "conformance/scratch_folder.h"
 
 namespace shardproof {
 
@@ -47,19 +48,16 @@ class FileDescriptor {
   int fd_ = -1;
 };
 
-/// A folder of its own, removed with all that is in it.
-class ScratchFolder {
+/// A folder of its own for a Python program.
+class PythonFolder {
  public:
   /// In `parent`, or the system's temporary folder if that is empty. Throws PythonReferenceError if
-  /// it cannot be made.
-  explicit ScratchFolder(const std::filesystem::path& parent);
-  ~ScratchFolder();
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
+  /// it cannot be made, or its name is one that Python cannot be told.
+  explicit PythonFolder(const std::filesystem::path& parent);
+  const std::filesystem::path& path() const { return folder_->path(); }
 
  private:
-  std::filesystem::path path_;
+  std::optional<ScratchFolder> folder_;
 };
 
 std::string last_lines(const std::filesystem::path& path, std::size_t count);

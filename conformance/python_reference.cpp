@@ -63,7 +63,7 @@ struct PythonReference::Impl {
   void require_running() const;
 
   Options options;
-  ScratchFolder scratch;
+  PythonFolder scratch;
   fs::path stderr_file;
   std::vector<std::string> command;
   std::unique_ptr<Child> child;

@@ -1,7 +1,6 @@
 #include "conformance/session.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -10,12 +9,12 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "conformance/cleanup.h"
 #include "conformance/comparison.h"
 #include "conformance/environment.h"
 #include "conformance/fsdp_subject.h"
 #include "conformance/python_reference.h"
 #include "conformance/rank_messages.h"
+#include "conformance/scratch_folder.h"
 #include "conformance/trace_io.h"
 #include "conformance/training_guards.h"
 #include "reference/data.h"
@@ -24,38 +23,6 @@
 
 namespace shardproof {
 namespace {
-
-/// A folder for files that are gone when the run ends.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    std::error_code error;
-    auto pattern = (std::filesystem::temp_directory_path(error) / "shardproof-XXXXXX").string();
-    if (error) {
-      throw FileError(
-          "there is no folder for temporary files; set TMPDIR to one that can be written");
-    }
-    const auto whole = uninterrupted();
-    if (mkdtemp(pattern.data()) == nullptr) {
-      throw FileError(fmt::format(
-          "cannot make a temporary folder like {}: {}; set TMPDIR to a folder that can be written",
-          pattern, std::error_code(errno, std::generic_category()).message()));
-    }
-    path_ = pattern;
-    leftover_.emplace(path_);
-  }
-  ~ScratchFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-  std::optional<Leftover> leftover_;
-};
 
 /// The scenario with its corpus replaced by a copy, so that all programs and ranks train on the
 /// same bytes even if somebody edits the files meanwhile.

@@ -194,7 +194,8 @@ void run_backward_into(RecomputationReport& report, const std::vector<at::Tensor
 
 /// Runs `function(args...)`, and then backward of the sum of its floating-point results, so that
 /// the region is recomputed, and says how every saved tensor compares. Leaves gradients in the
-/// leaves, as any backward does. A tool for one's own modules: is it fit to be checkpointed?
+/// leaves, as any backward does. A tool for one's own modules. Results are not compared, and state
+/// of the function's own that both runs advance is not seen.
 template <typename Function, typename... Args>
 RecomputationReport check_recomputation(const RecomputationOptions& options, Function function,
                                         Args&&... args) {
